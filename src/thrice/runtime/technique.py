@@ -1,0 +1,77 @@
+"""The contract of a technique: a frozen keyword-only dataclass that declares, refuses, applies and claims.
+
+Its fields are its config (validated alone by `check`); the first is its short form in a file. `stage` says
+when it applies, `slot` what it owns alone. It reads from the session what earlier stages wrote, never another
+technique's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+
+from thrice.errors import Problem
+from thrice.spec.job import Job
+
+if TYPE_CHECKING:
+    from thrice.runtime.session import Session
+
+
+class Claim(IntEnum):
+    """Which equality with the plain single-process fp32 loop is promised; a plan's is its weakest part's."""
+
+    BITWISE = 0
+    """The same bits."""
+    ROUNDING = 1
+    """Equal but for the order of fp32 sums."""
+    LOWER_PRECISION = 2
+    """Equal but for the rounding of the precision that was asked for."""
+    CHANGES_MATHEMATICS = 3
+    """Another algorithm, knowingly."""
+
+
+class Stage(IntEnum):
+    """The order in which techniques apply; each place has its reason."""
+
+    NUMERICS = 10
+    """First: how parameters are stored and computed with decides how many bytes everything later handles."""
+    BLOCKS = 20
+    """What wraps the forward of blocks; it may measure them, under the numerics set before."""
+    OPTIMIZER = 30
+    """Last: parameters have their final storage, so states can be built on them."""
+
+
+class Slot(StrEnum):
+    """A resource that one technique owns; two that name the same one cannot be combined."""
+
+    NUMERICS = "numerics"
+    RECOMPUTE = "recompute"
+
+
+class Technique(Protocol):
+    """What every technique offers. Implementations are final dataclasses, with no common base."""
+
+    name: ClassVar[str]
+    """Its key in a file."""
+    stage: ClassVar[Stage]
+    slot: ClassVar[Slot]
+
+    @classmethod
+    def examples(cls) -> Iterable[Self]:
+        """Settings worth proving, each way it works at least once; the contract suite takes every pair."""
+        ...
+
+    def check(self) -> Iterator[Problem]:
+        """What is wrong with the settings by themselves; keys are relative to the technique's table."""
+        ...
+
+    def refuse(self, job: Job) -> Iterator[Problem]:
+        """Why it cannot serve this job, each reason with its numbers and the fix."""
+        ...
+
+    def apply(self, session: Session) -> str:
+        """Fill the session's slots; returns one line that says what was done, for the record."""
+        ...
+
+    def claim(self) -> Claim: ...

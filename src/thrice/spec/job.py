@@ -1,0 +1,263 @@
+"""What is asked: one Job, in plain frozen dataclasses, with no torch.
+
+A field here is a key of the config file and a flag of the command line, under the same name. A table's first
+field is its short form: `optimizer = "sgd"` means `[optimizer] name = "sgd"`. What a type cannot express is
+checked in `check`, each class by itself; the loader collects all problems before it speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from thrice.errors import Problem
+from thrice.spec.workload import Ledger, divide
+
+
+def at_least(least: float, **values: float | None) -> Iterator[Problem]:
+    """A problem for each given value below `least`."""
+    for key, value in values.items():
+        if value is not None and not value >= least:
+            yield Problem(key=key, value=value, why=f"it must be at least {least:g}", fix="")
+
+
+def within(low: float, high: float, **values: float | None) -> Iterator[Problem]:
+    """A problem for each given value outside [low, high)."""
+    for key, value in values.items():
+        if value is not None and not low <= value < high:
+            yield Problem(key=key, value=value, why=f"it must be at least {low:g} and below {high:g}")
+
+
+def positive(**values: float | None) -> Iterator[Problem]:
+    for key, value in values.items():
+        if value is not None and not (0 < value < float("inf")):
+            yield Problem(key=key, value=value, why="it must be above 0 and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Our own decoder-only transformer (RMSNorm, rotary positions, grouped-query attention, SwiGLU)."""
+
+    layers: int = 4
+    """Transformer blocks."""
+    hidden: int = 128
+    """Width of the residual stream."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key/value heads; as many as query heads where not given."""
+    mlp_hidden: int | None = None
+    """Width of the SwiGLU; 8/3 × hidden, rounded up to a multiple of 64, where not given."""
+    max_positions: int | None = None
+    """Longest sequence the model accepts; the job's `sequence` where not given."""
+    vocabulary: int | None = None
+    """Rows of the embedding; the tokenizer's own size where not given."""
+    tied: bool = True
+    """One matrix for embedding and head."""
+    dropout: float = 0.0
+    """On the embedding and on what attention and MLP add to the residual stream."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+
+    def check(self) -> Iterator[Problem]:
+        yield from at_least(1, layers=self.layers, hidden=self.hidden, heads=self.heads)
+        yield from at_least(1, kv_heads=self.kv_heads, mlp_hidden=self.mlp_hidden)
+        yield from at_least(1, max_positions=self.max_positions, vocabulary=self.vocabulary)
+        yield from within(0, 1, dropout=self.dropout)
+        yield from positive(rope_theta=self.rope_theta, norm_eps=self.norm_eps)
+        if self.heads > 0 and self.hidden % (2 * self.heads):
+            yield Problem(
+                key="hidden",
+                value=self.hidden,
+                why=f"{self.heads} heads with rotary pairs need a multiple of {2 * self.heads}",
+                fix=f"hidden = {max(1, round(self.hidden / (2 * self.heads))) * 2 * self.heads}",
+            )
+        if self.kv_heads is not None and self.kv_heads > 0 and self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            yield Problem(
+                key="kv_heads",
+                value=self.kv_heads,
+                why=f"it does not divide heads = {self.heads}",
+                fix=f"one of {', '.join(map(str, divisors))}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What turns gradients into an update."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """SGD's."""
+    weight_decay: float = 0.1
+    """Decoupled (AdamW) or added to the gradient (SGD); biases and norms are left out."""
+    clip: float | None = 1.0
+    """Largest norm of the whole gradient; "none" leaves it as it is."""
+    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
+    """"auto" is torch's fused kernel where the device has one."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from within(0, 1, **{"betas": self.betas[0], "betas ": self.betas[1]}, momentum=self.momentum)
+        yield from positive(eps=self.eps, clip=self.clip)
+        yield from at_least(0, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate over optimizer steps: warm-up, then decay."""
+
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0
+    """Steps from peak/warmup_steps up to the peak; the first step is never lost to a rate of 0."""
+    min_lr_ratio: float = 0.1
+    """Where the decay ends, as a share of the peak."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from at_least(0, warmup_steps=self.warmup_steps)
+        if not 0 <= self.min_lr_ratio <= 1:
+            yield Problem(key="min_lr_ratio", value=self.min_lr_ratio, why="it must be from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When the state of a run is written, and how much of it is kept."""
+
+    every_steps: int | None = None
+    """Steps between checkpoints; one is always written at the end and when interrupted."""
+    keep_last: int = 2
+    """Checkpoints kept; older ones are removed after a newer one is whole."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from at_least(1, every_steps=self.every_steps, keep_last=self.keep_last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Loss on the held-out part of the data; each sample is counted once."""
+
+    every_steps: int | None = None
+    """Steps between evaluations; one is always made at the end."""
+    fraction: float = 0.02
+    """Share of the tokens that is held out; 0 holds nothing out."""
+    max_samples: int | None = None
+    """At most this many held-out samples, from the first; all where not given."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from at_least(1, every_steps=self.every_steps, max_samples=self.max_samples)
+        yield from within(0, 1, fraction=self.fraction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that is asked of one training run.
+
+    `techniques` maps a technique's name to its settings; in a file each is a key or table of its own.
+    """
+
+    model: str = "decoder"
+    """"decoder" is the built-in one, described by [decoder]."""
+    data: tuple[str, ...] = ("stdlib",)
+    """Text files, folders and patterns, or "stdlib": the Python standard library's own source."""
+    tokenizer: str = "byte"
+    """"byte", "bpe:SIZE" (trained on the data, extra `hf`), or the path of a tokenizer.json."""
+    sequence: int = 256
+    """Tokens per sample."""
+    global_batch: int | None = None
+    """Samples per optimizer step."""
+    micro_batch: int | None = None
+    """Samples per device and backward."""
+    grad_accum_steps: int | None = None
+    """Backwards per optimizer step."""
+    last_window: Literal["step", "drop"] = "step"
+    """What becomes of an epoch's last, shorter window: a step normalised by its own count, or nothing."""
+    max_steps: int | None = None
+    """Optimizer steps."""
+    max_tokens: int | None = None
+    """Tokens to train on, in place of max_steps; rounded up to whole steps."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    seed: int = 0
+    """Of the initial weights, the order of the data and dropout."""
+    processes: int = 1
+    run_dir: str | None = None
+    """Where the run is kept; runs/NAME with the file's name where not given."""
+    log_every: int = 10
+    """Steps between lines on the terminal; metrics.jsonl has every step."""
+    decoder: Decoder = field(default_factory=Decoder)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    techniques: tuple[Any, ...] = ()
+    """The settings of each technique that is asked for: instances of the registry's classes."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from at_least(1, sequence=self.sequence, processes=self.processes, log_every=self.log_every)
+        yield from at_least(1, global_batch=self.global_batch, micro_batch=self.micro_batch)
+        yield from at_least(1, grad_accum_steps=self.grad_accum_steps)
+        yield from at_least(1, max_steps=self.max_steps, max_tokens=self.max_tokens)
+        yield from within(0, 2**63, seed=self.seed)
+        yield from positive(lr=self.lr)
+        if self.model != "decoder":
+            yield Problem(key="model", value=self.model, why="this version trains its own decoder only", fix='model = "decoder"')
+        if self.processes > 1:
+            yield Problem(key="processes", value=self.processes, why="this version trains in one process", fix="processes = 1")
+        if not self.data:
+            yield Problem(key="data", value=self.data, why="no file, folder or pattern is named")
+        if self.max_steps is not None and self.max_tokens is not None:
+            yield Problem(
+                key="max_tokens",
+                value=self.max_tokens,
+                why=f"max_steps = {self.max_steps} is given too, and both say when to stop",
+                fix="keep one of the two",
+            )
+        if self.max_steps is None and self.max_tokens is None:
+            yield Problem(key="max_steps", why="nothing says when to stop", fix="set max_steps or max_tokens")
+        positions = self.decoder.max_positions
+        if positions is not None and self.sequence > positions:
+            yield Problem(
+                key="sequence",
+                value=self.sequence,
+                why=f"the model has {positions} positions (decoder.max_positions)",
+                fix=f"sequence = {positions}, or leave decoder.max_positions out",
+            )
+        given = (self.global_batch, self.micro_batch, self.grad_accum_steps)
+        if all(value is None or value >= 1 for value in given):
+            divided = self._divide()
+            if isinstance(divided, Problem):
+                yield divided
+
+    def _divide(self) -> tuple[int, int, int] | Problem:
+        return divide(
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            grad_accum_steps=self.grad_accum_steps,
+            data_parallel=self.processes,
+        )
+
+    def ledger(self) -> Ledger:
+        """How the global batch is cut. The job has passed `check`."""
+        divided = self._divide()
+        assert not isinstance(divided, Problem), divided
+        global_batch, micro_batch, grad_accum_steps = divided
+        return Ledger(
+            micro_batch=micro_batch,
+            grad_accum_steps=grad_accum_steps,
+            data_parallel=self.processes,
+            global_batch=global_batch,
+            sequence=self.sequence,
+            lr=self.lr,
+            lr_from="as given",
+        )
+
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.max_tokens is not None
+        return -(-self.max_tokens // self.ledger().tokens_per_step)
