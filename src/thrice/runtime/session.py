@@ -1,0 +1,72 @@
+"""One assembled training: what `compose` and the techniques wrote, and what the training step reads.
+
+Each slot has one writer. Techniques read what earlier stages wrote here, never each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thrice.data.batches import Batch, Position
+from thrice.optim.rounded import Rounding
+from thrice.optim.scaler import LossScaler
+from thrice.spec.job import Job
+from thrice.spec.workload import Ledger
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far the run is; everything that a resume must find again besides tensors."""
+
+    step: int = 0
+    """Optimizer steps taken: what the schedule counts."""
+    skipped_steps: int = 0
+    """Windows whose step the loss scaler skipped, or that had no target."""
+    position: Position = field(default_factory=lambda: Position(epoch=0, offset=0))
+    """Where the next window begins in the data."""
+    tokens: int = 0
+    """Targets that took part in a step."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    job: Job
+    ledger: Ledger
+    device: torch.device
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """(model output, targets) -> the sum of the loss over the targets that count, a float32 scalar."""
+    example: Callable[[], Batch]
+    """A micro-batch of the job's full size, its content of no meaning; for what measures before it runs."""
+    lr_at: Callable[[int], float]
+    """Steps taken -> the learning rate of the next one."""
+    compute: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered around the forward of each micro-batch (numerics)."""
+    scaler: LossScaler | None = None
+    """Loss scaling (numerics)."""
+    rounding: Rounding | None = None
+    """How an update is rounded where parameters are stored in bfloat16 (numerics)."""
+    applied: dict[str, str] = field(default_factory=dict)
+    """Technique -> what it did, in one line; written by `compose`."""
+    progress: Progress = field(default_factory=Progress)
+    _optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        assert self._optimizer is not None, "techniques apply before the optimizer is built"
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+
+def scalar(tensor: Tensor) -> float:
+    """The value of a one-element tensor; 1.0 in a rehearsal, whose tensors have no values."""
+    return 1.0 if isinstance(tensor, FakeTensor) else float(tensor)

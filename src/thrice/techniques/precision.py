@@ -1,0 +1,110 @@
+"""The precision of compute and of parameters.
+
+`fp32` is the reference. `bf16` and `fp16` keep float32 master parameters and compute matrix products in the
+low precision through autocast, with softmax, norms and the loss in float32; `fp16` adds dynamic loss scaling
+(arXiv:1710.03740), `bf16` has float32's range and needs none. `bf16-pure` stores the parameters in bfloat16
+too, gradients accumulating in float32, and rounds updates so that small ones are not lost (arXiv:2010.06192).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self, final
+
+import torch
+
+from thrice.errors import Problem
+from thrice.optim.rounded import Rounding
+from thrice.optim.scaler import LossScaler
+from thrice.runtime.session import Session
+from thrice.runtime.technique import Claim, Slot, Stage
+from thrice.spec.job import Job, at_least, positive
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    name: ClassVar[str] = "precision"
+    stage: ClassVar[Stage] = Stage.NUMERICS
+    slot: ClassVar[Slot] = Slot.NUMERICS
+
+    mode: Literal["fp32", "bf16", "fp16", "bf16-pure"] = "fp32"
+    rounding: Rounding | None = None
+    """bf16-pure: how an update is written back; "stochastic" where not given."""
+    initial_scale: float | None = None
+    """fp16: the loss scale of the first step; 65536 where not given."""
+    growth_interval: int | None = None
+    """fp16: good steps in a row before the scale doubles; 2000 where not given."""
+    max_skipped_steps: int | None = None
+    """fp16: the run stops after this many skipped steps in a row; 25 where not given."""
+
+    @classmethod
+    def examples(cls) -> Iterable[Self]:
+        yield cls(mode="fp32")
+        yield cls(mode="bf16")
+        yield cls(mode="fp16", initial_scale=1024.0)
+        yield cls(mode="bf16-pure", rounding="stochastic")
+        yield cls(mode="bf16-pure", rounding="compensated")
+
+    def check(self) -> Iterator[Problem]:
+        yield from positive(initial_scale=self.initial_scale)
+        yield from at_least(1, growth_interval=self.growth_interval, max_skipped_steps=self.max_skipped_steps)
+        if self.mode != "fp16":
+            scaling = (self.initial_scale, self.growth_interval, self.max_skipped_steps)
+            for key, value in zip(("initial_scale", "growth_interval", "max_skipped_steps"), scaling, strict=True):
+                if value is not None:
+                    yield Problem(
+                        key=key,
+                        value=value,
+                        why=f"loss scaling belongs to fp16; {self.mode} has float32's range of exponents, so "
+                        "no gradient underflows for want of a scale",
+                        fix=f'leave it out, or set mode = "fp16"',
+                    )
+        if self.mode != "bf16-pure" and self.rounding is not None:
+            yield Problem(
+                key="rounding",
+                value=self.rounding,
+                why=f"parameters are float32 under {self.mode}, so no update is lost to rounding",
+                fix='leave it out, or set mode = "bf16-pure"',
+            )
+
+    def refuse(self, job: Job) -> Iterator[Problem]:
+        if self.mode == "bf16-pure" and job.optimizer.implementation not in ("auto", "loop"):
+            yield Problem(
+                key="optimizer.implementation",
+                value=job.optimizer.implementation,
+                why="parameters stored in bfloat16 need rounding that torch's kernels do not do, so they are "
+                "updated one by one",
+                fix='implementation = "auto"',
+            )
+
+    def apply(self, session: Session) -> str:
+        device = session.device.type
+        if self.mode in DTYPES:
+            dtype = DTYPES[self.mode]
+            # entered once per micro-batch: its cache of cast weights must not outlive an update
+            session.compute = lambda: torch.autocast(device, dtype)
+        if self.mode == "fp16":
+            session.scaler = LossScaler(
+                scale=self.initial_scale or 65536.0,
+                growth_factor=2.0,
+                backoff_factor=0.5,
+                growth_interval=self.growth_interval or 2000,
+                max_skipped_steps=self.max_skipped_steps or 25,
+            )
+            return f"float16 compute, float32 parameters, loss scale from {session.scaler.scale:g}"
+        if self.mode == "bf16-pure":
+            session.rounding = self.rounding or "stochastic"
+            for parameter in session.model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+                if parameter.requires_grad:
+                    # bfloat16 sums stop growing: 256 + 1 = 256
+                    parameter.grad_dtype = torch.float32
+            return f"bfloat16 parameters, float32 gradients and states, {session.rounding} updates"
+        return "bfloat16 compute, float32 parameters" if self.mode == "bf16" else "float32 throughout"
+
+    def claim(self) -> Claim:
+        return Claim.BITWISE if self.mode == "fp32" else Claim.LOWER_PRECISION

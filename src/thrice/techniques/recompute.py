@@ -1,0 +1,121 @@
+"""Recomputation (gradient checkpointing, arXiv:1604.06174): activations are dropped and computed again.
+
+The same loss and gradients to the last bit, dropout included, for less memory and more FLOPs. It patches the
+`forward` of the blocks it serves, which leaves every parameter's name as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, Self, final
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from thrice.errors import ConfigError, Problem
+from thrice.model.anatomy import Block, blocks
+from thrice.runtime.session import Session
+from thrice.runtime.technique import Claim, Slot, Stage
+from thrice.spec.job import Job, at_least
+
+Mode = Literal["none", "selective", "attention_only", "full"]
+"""What one block drops: nothing; all but the outputs of matrix products and attention; its attention's inner
+activations; everything but its input."""
+
+aten = torch.ops.aten
+KEPT = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What `selective` keeps: dear to compute, and small beside what lies between."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    name: ClassVar[str] = "recompute"
+    stage: ClassVar[Stage] = Stage.BLOCKS
+    slot: ClassVar[Slot] = Slot.RECOMPUTE
+
+    strategy: Literal["none", "full", "every_k", "boundary", "attention_only", "selective", "budget"] = "none"
+    """`full`: every block. `every_k`: each k-th block. `boundary`: the first, the middle and the last block.
+    `attention_only`: the attention of every block. `selective`: every block, keeping the outputs of matrix
+    products and attention. `budget`: whatever costs the fewest FLOPs within `budget_bytes`."""
+    k: int | None = None
+    """every_k: one block in k is recomputed, from the first; 2 where not given."""
+    budget_bytes: int | None = None
+    """budget: bytes that one micro-batch's blocks may hold for backward."""
+
+    @classmethod
+    def examples(cls) -> Iterable[Self]:
+        yield cls(strategy="none")
+        yield cls(strategy="full")
+        yield cls(strategy="every_k", k=2)
+        yield cls(strategy="boundary")
+        yield cls(strategy="attention_only")
+        yield cls(strategy="selective")
+        yield cls(strategy="budget", budget_bytes=1 << 20)
+
+    def check(self) -> Iterator[Problem]:
+        yield from at_least(1, k=self.k, budget_bytes=self.budget_bytes)
+        for key, value, strategy in (("k", self.k, "every_k"), ("budget_bytes", self.budget_bytes, "budget")):
+            if value is not None and self.strategy != strategy:
+                yield Problem(
+                    key=key,
+                    value=value,
+                    why=f'it belongs to strategy = "{strategy}", and the strategy is "{self.strategy}"',
+                    fix=f'leave it out, or set strategy = "{strategy}"',
+                )
+        if self.strategy == "budget" and self.budget_bytes is None:
+            yield Problem(
+                key="budget_bytes", why="the strategy is budget, and no budget is given", fix='for example "512MiB"'
+            )
+
+    def refuse(self, job: Job) -> Iterator[Problem]:
+        return iter(())
+
+    def apply(self, session: Session) -> str:
+        if self.strategy == "none":
+            return "every activation is kept"
+        parts = blocks(session.model)
+        modes = self._modes(session, parts)
+        for block, mode in zip(parts, modes, strict=True):
+            patch(block, mode)
+        return ", ".join(
+            f"{count} of {len(parts)} blocks {mode}"
+            for mode in ("full", "attention_only", "selective", "none")
+            if (count := modes.count(mode))
+        )
+
+    def claim(self) -> Claim:
+        return Claim.BITWISE
+
+    def _modes(self, session: Session, parts: Sequence[Block]) -> list[Mode]:
+        count = len(parts)
+        match self.strategy:
+            case "every_k":
+                k = self.k or 2
+                return ["full" if index % k == 0 else "none" for index in range(count)]
+            case "boundary":
+                recomputed = {0, count // 2, count - 1}
+                return ["full" if index in recomputed else "none" for index in range(count)]
+            case "attention_only" | "selective" | "full" | "none" as mode:
+                return [mode] * count
+            case "budget":
+                raise NotImplementedError
