@@ -102,7 +102,9 @@ class Optimizer:
     """"auto" is torch's fused kernel where the device has one."""
 
     def check(self) -> Iterator[Problem]:
-        yield from within(0, 1, **{"betas": self.betas[0], "betas ": self.betas[1]}, momentum=self.momentum)
+        for beta in self.betas:
+            yield from within(0, 1, betas=beta)
+        yield from within(0, 1, momentum=self.momentum)
         yield from positive(eps=self.eps, clip=self.clip)
         yield from at_least(0, weight_decay=self.weight_decay)
 
@@ -204,9 +206,19 @@ class Job:
         yield from within(0, 2**63, seed=self.seed)
         yield from positive(lr=self.lr)
         if self.model != "decoder":
-            yield Problem(key="model", value=self.model, why="this version trains its own decoder only", fix='model = "decoder"')
+            yield Problem(
+                key="model",
+                value=self.model,
+                why="this version trains its own decoder only",
+                fix='model = "decoder"',
+            )
         if self.processes > 1:
-            yield Problem(key="processes", value=self.processes, why="this version trains in one process", fix="processes = 1")
+            yield Problem(
+                key="processes",
+                value=self.processes,
+                why="this version trains in one process",
+                fix="processes = 1",
+            )
         if not self.data:
             yield Problem(key="data", value=self.data, why="no file, folder or pattern is named")
         if self.max_steps is not None and self.max_tokens is not None:
@@ -226,7 +238,7 @@ class Job:
                 why=f"the model has {positions} positions (decoder.max_positions)",
                 fix=f"sequence = {positions}, or leave decoder.max_positions out",
             )
-        given = (self.global_batch, self.micro_batch, self.grad_accum_steps)
+        given = (self.global_batch, self.micro_batch, self.grad_accum_steps, self.processes)
         if all(value is None or value >= 1 for value in given):
             divided = self._divide()
             if isinstance(divided, Problem):

@@ -68,7 +68,9 @@ def divide(
         steps = grad_accum_steps or 1
         share = steps * data_parallel
         if global_batch % share:
-            return _indivisible(global_batch, share, f"grad_accum_steps {steps} × data_parallel {data_parallel}")
+            return _indivisible(
+                global_batch, share, f"grad_accum_steps {steps} × data_parallel {data_parallel}"
+            )
         return global_batch, global_batch // share, steps
     share = micro_batch * data_parallel
     if global_batch % share:
