@@ -1,6 +1,7 @@
 """What can go wrong, each with the exit code of the command line.
 
 ThriceError                  1   anything a user can act on
+├── Diverged                 1   the loss or a gradient is not finite; nothing was updated
 ├── UsageError               2   a command or a folder is not usable as asked
 │   └── ConfigError          2   the file or a flag: every problem at once
 ├── Infeasible               3   no legal way to do it on this machine
@@ -23,6 +24,10 @@ class ThriceError(Exception):
     """Base of every error that is the user's to act on; the command line prints it without a traceback."""
 
     exit_code = 1
+
+
+class Diverged(ThriceError):
+    pass
 
 
 class UsageError(ThriceError):

@@ -22,9 +22,9 @@ def rotary_tables(positions: int, channels: int, theta: float) -> tuple[Tensor, 
 
 
 def rotate(x_BTHC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Turns each pair of channels by its position's angle, in float32; the input's dtype comes back."""
+    """Turns each pair of channels by its position's angle, in float32 at least; the input's dtype comes back."""
     cos, sin = cos_TC[:, None, :], sin_TC[:, None, :]
-    first, second = x_BTHC.float().chunk(2, dim=-1)
+    first, second = x_BTHC.to(torch.promote_types(x_BTHC.dtype, cos_TC.dtype)).chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x_BTHC.dtype)
 

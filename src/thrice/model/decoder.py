@@ -13,12 +13,12 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from thrice.model.attention import causal_attention, rotary_tables, rotate
-from thrice.model.initialise import initialise
+from thrice.model.initialise import initialise, materialise
 from thrice.spec.job import Decoder as DecoderSpec
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) × weight, the mean of squares in float32 (arXiv:1910.07467)."""
+    """x / rms(x) × weight, in float32 at least (arXiv:1910.07467)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -26,7 +26,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
 class Attention(nn.Module):
@@ -97,7 +98,7 @@ class Decoder(nn.Module):
         self.register_buffer("sin", None, persistent=False)
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Computes the rotary tables; `to_empty` would leave them as garbage."""
+        """Computes the rotary tables, which a model built on `meta` lacks."""
         tables = rotary_tables(self.positions, self.spec.hidden // self.spec.heads, self.spec.rope_theta)
         self.cos, self.sin = (table.to(device) for table in tables)
 
@@ -117,7 +118,7 @@ def build_decoder(
     """The model on `device`, float32, its weights a function of (seed, parameter name) alone."""
     with torch.device("meta"):
         model = Decoder(spec, vocabulary=vocabulary, positions=positions)
-    model.to_empty(device=device)
+    materialise(model, device)
     model.reset_buffers(device)
     into_residual = 0.02 / math.sqrt(2 * spec.layers)  # GPT-2's scaling: the residual's variance stays put
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor, nn
 
-
-def key(*parts: object) -> int:
-    """A generator's seed from anything that has a text form, 63 bits of its SHA-256."""
-    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+from thrice.spec.seed import key
 
 
 @torch.no_grad()
@@ -24,3 +19,17 @@ def initialise(model: nn.Module, seed: int, rule: Callable[[str, Tensor, Generat
     """
     for name, parameter in model.named_parameters():
         rule(name, parameter, Generator(device=parameter.device).manual_seed(key(seed, name)))
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Gives a model built on `meta` uninitialised parameters on `device`; what was tied stays tied.
+
+    `Module.to_empty` would untie, and cannot be used on fake tensors.
+    """
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in made:
+                empty = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[parameter])

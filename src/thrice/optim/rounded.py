@@ -18,6 +18,8 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 from torch.optim.sgd import sgd
 
+from thrice.spec.seed import key
+
 Rounding = Literal["stochastic", "compensated"]
 
 
@@ -34,7 +36,7 @@ class _Rounded(Optimizer):
     def __init__(
         self, groups: Any, defaults: dict[str, Any], *, rounding: Rounding, seed: int
     ) -> None:
-        super().__init__(groups, defaults)
+        super().__init__(groups, {**defaults, "taken": 0})
         self.rounding = rounding
         self.seed = seed
 
@@ -50,6 +52,7 @@ class _Rounded(Optimizer):
                 loss = closure()
         index = 0
         for group in self.param_groups:
+            group["taken"] += 1
             for parameter in group["params"]:
                 index += 1
                 if parameter.grad is not None:
@@ -58,10 +61,8 @@ class _Rounded(Optimizer):
 
     def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            if self.rounding == "compensated":
-                state["compensation"] = torch.zeros_like(parameter)
+        if self.rounding == "compensated" and "compensation" not in state:
+            state["compensation"] = torch.zeros_like(parameter)
         wide = parameter.float()
         if self.rounding == "compensated":
             wide += state["compensation"]
@@ -71,8 +72,7 @@ class _Rounded(Optimizer):
             state["compensation"].copy_(wide.sub_(parameter))
             return
         # keyed by parameter and step: resumable with no state, and the global generator is left alone
-        taken = int(state["step"]) if type(state["step"]) is Tensor else 0
-        generator = Generator(device=wide.device).manual_seed(hash((self.seed, index, taken)) & (2**63 - 1))
+        generator = Generator(device=wide.device).manual_seed(key(self.seed, index, group["taken"]))
         parameter.copy_(round_stochastically(wide, generator))
 
 
@@ -97,10 +97,11 @@ class RoundedAdamW(_Rounded):
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(wide)
             state["exp_avg_sq"] = torch.zeros_like(wide)
+            state["step"] = torch.zeros((), device=wide.device)
         beta1, beta2 = group["betas"]
         adamw(
             [wide], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-            foreach=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+            foreach=False, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
 
@@ -122,4 +123,3 @@ class RoundedSGD(_Rounded):
         )  # fmt: skip
         if momentum[0] is not None:
             state["momentum_buffer"] = momentum[0]
-        state["step"] += 1

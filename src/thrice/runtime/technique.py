@@ -8,8 +8,11 @@ technique's class.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+
+import torch
 
 from thrice.errors import Problem
 from thrice.spec.job import Job
@@ -29,6 +32,16 @@ class Claim(IntEnum):
     """Equal but for the rounding of the precision that was asked for."""
     CHANGES_MATHEMATICS = 3
     """Another algorithm, knowingly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """A low precision, in plain torch's terms: what LOWER_PRECISION allows is what this loses by itself."""
+
+    stored: torch.dtype
+    """Of the parameters."""
+    computed: torch.dtype | None
+    """Autocast's dtype; None where compute is in the parameters' own."""
 
 
 class Stage(IntEnum):
@@ -75,3 +88,7 @@ class Technique(Protocol):
         ...
 
     def claim(self) -> Claim: ...
+
+    def arithmetic(self) -> Arithmetic | None:
+        """The precision whose rounding a claim of LOWER_PRECISION allows; None for every other claim."""
+        ...

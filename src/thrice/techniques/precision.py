@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, Self, final
 
 import torch
@@ -18,10 +19,14 @@ from thrice.errors import Problem
 from thrice.optim.rounded import Rounding
 from thrice.optim.scaler import LossScaler
 from thrice.runtime.session import Session
-from thrice.runtime.technique import Claim, Slot, Stage
+from thrice.runtime.technique import Arithmetic, Claim, Slot, Stage
 from thrice.spec.job import Job, at_least, positive
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ARITHMETIC = {
+    "bf16": Arithmetic(stored=torch.float32, computed=torch.bfloat16),
+    "fp16": Arithmetic(stored=torch.float32, computed=torch.float16),
+    "bf16-pure": Arithmetic(stored=torch.bfloat16, computed=None),
+}
 
 
 @final
@@ -83,10 +88,10 @@ class Precision:
 
     def apply(self, session: Session) -> str:
         device = session.device.type
-        if self.mode in DTYPES:
-            dtype = DTYPES[self.mode]
+        arithmetic = self.arithmetic()
+        if arithmetic is not None and arithmetic.computed is not None:
             # entered once per micro-batch: its cache of cast weights must not outlive an update
-            session.compute = lambda: torch.autocast(device, dtype)
+            session.compute = partial(torch.autocast, device, arithmetic.computed)
         if self.mode == "fp16":
             session.scaler = LossScaler(
                 scale=self.initial_scale or 65536.0,
@@ -108,3 +113,6 @@ class Precision:
 
     def claim(self) -> Claim:
         return Claim.BITWISE if self.mode == "fp32" else Claim.LOWER_PRECISION
+
+    def arithmetic(self) -> Arithmetic | None:
+        return ARITHMETIC.get(self.mode)

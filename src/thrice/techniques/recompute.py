@@ -106,6 +106,9 @@ class Recompute:
     def claim(self) -> Claim:
         return Claim.BITWISE
 
+    def arithmetic(self) -> None:
+        return None
+
     def _modes(self, session: Session, parts: Sequence[Block]) -> list[Mode]:
         count = len(parts)
         match self.strategy:
@@ -119,3 +122,43 @@ class Recompute:
                 return [mode] * count
             case "budget":
                 raise NotImplementedError
+
+
+def patch(block: Block, mode: Mode) -> None:
+    """Makes the block's forward drop what `mode` says and compute it again in backward."""
+    match mode:
+        case "none":
+            return
+        case "full":
+            _recompute(block.module)
+        case "selective":
+            _recompute(block.module, partial(create_selective_checkpoint_contexts, _keep))
+        case "attention_only":
+            if block.attention is None:
+                raise ConfigError(
+                    [
+                        Problem(
+                            key="recompute.strategy",
+                            value="attention_only",
+                            why=f"no attention was found in block {block.name} ({type(block.module).__name__})",
+                            fix='strategy = "full" or "selective"',
+                        )
+                    ]
+                )
+            _recompute(block.attention)
+
+
+def _keep(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None = None) -> None:
+    forward = module.forward
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # evaluation: nothing is kept, so nothing is to be dropped
+            return forward(*args, **kwargs)
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, **options)
+
+    module.forward = recomputed  # type: ignore[method-assign]

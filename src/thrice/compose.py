@@ -1,0 +1,101 @@
+"""The only place that assembles a Job: for real, and under fake tensors for a rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from thrice.data.batches import Batch
+from thrice.errors import ConfigError, Problem
+from thrice.model.decoder import build_decoder
+from thrice.model.loss import cross_entropy_sum
+from thrice.optim.build import build_optimizer
+from thrice.optim.schedules import lr_at
+from thrice.runtime.session import Session
+from thrice.runtime.technique import Claim
+from thrice.spec.job import Job
+from thrice.spec.workload import Ledger
+
+
+def refuse(job: Job) -> Iterator[Problem]:
+    """Why this job cannot run, beyond what each field says alone."""
+    owners: dict[str, str] = {}
+    for technique in job.techniques:
+        if technique.slot in owners:
+            yield Problem(
+                key=technique.name,
+                why=f"{owners[technique.slot]} owns {technique.slot} already, and only one technique can",
+                fix=f"keep one of {owners[technique.slot]} and {technique.name}",
+            )
+        owners[technique.slot] = technique.name
+        yield from technique.refuse(job)
+
+
+def claim(job: Job) -> Claim:
+    """The weakest equality that a part of the job promises; a window cut in pieces sums in another order."""
+    cut = Claim.ROUNDING if job.ledger().grad_accum_steps > 1 else Claim.BITWISE
+    return max([cut, *(technique.claim() for technique in job.techniques)])
+
+
+def compose(
+    job: Job, *, vocabulary: int, device: torch.device | None = None, model: nn.Module | None = None
+) -> Session:
+    """The session of a job: model, techniques in the order of their stages, optimizer.
+
+    `vocabulary` is the tokenizer's size. `device` is the first accelerator, or the CPU where there is none. A
+    `model` of the caller's takes the place of the one that the job describes; its parameters stay where they
+    are. Raises ConfigError with every refusal at once.
+    """
+    problems = list(refuse(job))
+    if problems:
+        raise ConfigError(problems)
+    device = device or default_device()
+    ledger = job.ledger()
+    if model is None:
+        model = build_model(job, vocabulary, device)
+    session = Session(
+        job=job,
+        ledger=ledger,
+        device=device,
+        model=model.train(),
+        loss=cross_entropy_sum,
+        example=partial(_example, ledger, device),
+        lr_at=partial(lr_at, peak=ledger.lr, schedule=job.schedule, total_steps=job.steps()),
+    )
+    for technique in sorted(job.techniques, key=lambda technique: technique.stage):
+        session.applied[technique.name] = technique.apply(session)
+    session.optimizer = build_optimizer(
+        model, job.optimizer, lr=ledger.lr, seed=job.seed, rounding=session.rounding
+    )
+    return session
+
+
+def _example(ledger: Ledger, device: torch.device) -> Batch:
+    tokens = torch.zeros(ledger.micro_batch, ledger.sequence, dtype=torch.int64, device=device)
+    return Batch(inputs=tokens, targets=tokens, sample_ids=tuple(range(ledger.micro_batch)))
+
+
+def build_model(job: Job, vocabulary: int, device: torch.device) -> nn.Module:
+    """The model that the job describes, its weights a function of the seed alone."""
+    rows = job.decoder.vocabulary or vocabulary
+    if rows < vocabulary:
+        raise ConfigError(
+            [
+                Problem(
+                    key="decoder.vocabulary",
+                    value=rows,
+                    why=f'the tokenizer "{job.tokenizer}" has {vocabulary} tokens',
+                    fix=f"decoder.vocabulary = {vocabulary}, or leave it out",
+                )
+            ]
+        )
+    positions = job.decoder.max_positions or job.sequence
+    return build_decoder(job.decoder, vocabulary=rows, positions=positions, device=device, seed=job.seed)
+
+
+def default_device() -> torch.device:
+    """The current accelerator, or the CPU."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")

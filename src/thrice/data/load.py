@@ -1,0 +1,51 @@
+"""A job's data, ready to take windows from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thrice.data.batches import Batch, Position, Samples, Windows, cut, split
+from thrice.data.cache import cache_folder
+from thrice.data.corpus import corpus_of
+from thrice.data.tokenizer import Tokenizer, tokenizer_for
+from thrice.data.tokens import TokenStore, token_store
+from thrice.spec.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    train: Samples
+    validation: Samples
+    windows: Windows
+    tokenizer: Tokenizer
+    store: TokenStore
+    micro_batch: int
+
+    def window(self, position: Position) -> tuple[list[Batch], Position]:
+        """The micro-batches of the window at `position`, on the host, and the position after it."""
+        ids, after = self.windows.at(position)
+        return [self.train.batch(part) for part in cut(ids, self.micro_batch)], after
+
+
+def load_data(job: Job) -> Data:
+    """Reads, tokenises (once: the result is cached) and splits what `job.data` names.
+
+    Raises DataError for what cannot be read or does not suffice, ConfigError for a tokenizer there is not.
+    """
+    documents = corpus_of(job.data).documents
+    cache = cache_folder()
+    tokenizer = tokenizer_for(job.tokenizer, documents, cache)
+    store = token_store(documents, tokenizer, cache)
+    train, validation = split(store, job.sequence, job.evaluation.fraction)
+    ledger = job.ledger()
+    windows = Windows(
+        count=len(train), global_batch=ledger.global_batch, seed=job.seed, last_window=job.last_window
+    )
+    return Data(
+        train=train,
+        validation=validation,
+        windows=windows,
+        tokenizer=tokenizer,
+        store=store,
+        micro_batch=ledger.micro_batch,
+    )

@@ -1,0 +1,129 @@
+"""The training step, top to bottom, and evaluation.
+
+One optimizer step is one global batch: its loss is Σ per-token loss / Σ tokens, both over every micro-batch of
+the window, so that the result does not depend on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thrice.data.batches import Batch
+from thrice.errors import DataError, Diverged
+from thrice.runtime.session import Session, scalar
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one window came to."""
+
+    taken: bool
+    """False where the loss scaler skipped the step, or the window had no target."""
+    loss: float | None
+    """Mean over the window's targets, in nats; None where there are none."""
+    grad_norm: float | None
+    """Norm of the whole gradient before clipping: the one it was clipped with."""
+    lr: float
+    tokens: int
+    """Targets of the window."""
+
+
+def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
+    """Takes one optimizer step on a window of micro-batches, or leaves everything as it was.
+
+    Raises Diverged where the loss or a gradient is not finite and no loss scale explains it, DataError where
+    the input itself is not finite; nothing was updated then.
+    """
+    optimizer, scaler, progress = session.optimizer, session.scaler, session.progress
+    lr = session.lr_at(progress.step)
+
+    # the count of the whole window is known before its first backward
+    count = sum(batch.count() for batch in window)
+    if count == 0:
+        progress.skipped_steps += 1
+        return StepResult(taken=False, loss=None, grad_norm=None, lr=lr, tokens=0)
+
+    # forward and backward, all at one scale
+    divisor = count if scaler is None else count / scaler.scale
+    losses = [_forward_backward(session, batch, divisor) for batch in window]
+    loss = scalar(torch.stack(losses).sum()) / count
+
+    # unscale once, then the norm, then clip with it
+    parameters = [parameter for parameter in session.model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if scaler is not None:
+        scaler.unscale_(gradients)
+    norm_tensor = torch.nn.utils.get_total_norm(gradients)
+    norm = scalar(norm_tensor)
+
+    # step or skip
+    if not math.isfinite(norm):
+        optimizer.zero_grad(set_to_none=True)
+        if scaler is None or not math.isfinite(loss):
+            raise _not_finite(session, window, losses, norm)
+        scaler.skipped()
+        progress.skipped_steps += 1
+        if scaler.skipped_in_row >= scaler.max_skipped_steps:
+            raise Diverged(
+                f"{scaler.skipped_in_row} steps in a row overflowed in float16 at step {progress.step + 1}; the "
+                f"loss scale has fallen to {scaler.scale:g}\n"
+                "  the gradients are not finite at any scale: lower lr, warm up longer, or use precision = \"bf16\""
+            )
+        return StepResult(taken=False, loss=loss, grad_norm=norm, lr=lr, tokens=count)
+    clip = session.job.optimizer.clip
+    if clip is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm_tensor)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if scaler is not None:
+        scaler.stepped()
+
+    # the schedule counts steps that were taken
+    progress.step += 1
+    progress.tokens += count
+    return StepResult(taken=True, loss=loss, grad_norm=norm, lr=lr, tokens=count)
+
+
+def _forward_backward(session: Session, batch: Batch, divisor: float) -> Tensor:
+    with session.compute():
+        loss_sum = session.loss(session.model(batch.inputs), batch.targets)
+    (loss_sum / divisor).backward()
+    return loss_sum.detach()
+
+
+def _not_finite(session: Session, window: Sequence[Batch], losses: Sequence[Tensor], norm: float) -> Exception:
+    """Names the samples behind a loss or gradient that is not finite; nothing was updated."""
+    step = session.progress.step + 1
+    bad = [batch for batch, loss in zip(window, losses, strict=True) if not math.isfinite(float(loss))]
+    ids = ", ".join(str(i) for batch in bad or window for i in batch.sample_ids[:8])
+    for batch in bad:
+        if batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all()):
+            return DataError(
+                f"the data of step {step} holds values that are not finite (samples {ids}); nothing was updated\n"
+                "  clean or drop those samples"
+            )
+    what = "the loss" if bad else f"the gradient (norm {norm})"
+    return Diverged(
+        f"{what} of step {step} is not finite (samples {ids}); nothing was updated\n"
+        "  lower lr or warm up longer; the last checkpoint is from before"
+    )
+
+
+@torch.no_grad()
+def evaluate(session: Session, batches: Iterable[Batch]) -> tuple[float, int]:
+    """(mean loss in nats, targets) over the batches, each counted once; the model's mode comes back."""
+    total, count = 0.0, 0
+    session.model.eval()
+    for batch in batches:
+        with session.compute():
+            total += scalar(session.loss(session.model(batch.inputs), batch.targets))
+        count += batch.count()
+    session.model.train()
+    return (total / count if count else math.nan), count
