@@ -109,14 +109,14 @@ def parse_flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _flatten(
-    given: Iterable[tuple[object, object]], known: Schema, problems: list[Problem]
+    given: Iterable[tuple[str, object]], known: Schema, problems: list[Problem]
 ) -> tuple[dict[str, object], set[str]]:
     """({dotted key: value}, the tables that were named)."""
     flat: dict[str, object] = {}
     named: set[str] = set()
     for name, whole in given:
-        named.add(str(name).partition(".")[0])
-        for key, value in _leaves(str(name), whole, known):
+        named.add(name.partition(".")[0])
+        for key, value in _leaves(name, whole, known):
             if value is None and key in known.tables:
                 problems.append(Problem(key=key, why="it is empty", fix="give it a value, or leave it out"))
             elif key in flat:

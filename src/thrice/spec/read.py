@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,20 +24,20 @@ def starter() -> str:
     return resources.files("thrice").joinpath("starter.toml").read_text(encoding="utf-8")
 
 
-def read(source: str | Path | None) -> Mapping[object, object]:
+def read(source: str | Path | None) -> Mapping[str, object]:
     """The keys of a TOML or YAML file, or of the built-in quickstart where `source` is None.
 
     Raises UsageError for a file that is missing, unreadable, not UTF-8 or not in its format.
     """
     if source is None:
-        return dict(tomllib.loads(starter()))
+        return tomllib.loads(starter())
     path = Path(source)
     text = _text(path)
     return _toml(text, path) if path.suffix.lower() == ".toml" else _yaml(text, path)
 
 
 def _text(path: Path) -> str:
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir raises on a name that is too long
         raise UsageError(f"{path} is a folder, and a job is a file\n    → {_FIX}")
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{path}: a job is written in TOML or YAML\n    → {_FIX}")
@@ -59,14 +61,14 @@ def _instead(path: Path) -> str:
     return "`thrice init` writes one to start from"
 
 
-def _toml(text: str, path: Path) -> Mapping[object, object]:
+def _toml(text: str, path: Path) -> Mapping[str, object]:
     try:
-        return dict(tomllib.loads(text))
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
 
 
-def _yaml(text: str, path: Path) -> Mapping[object, object]:
+def _yaml(text: str, path: Path) -> Mapping[str, object]:
     try:
         keys = yaml.load(text, _Yaml)
     except yaml.MarkedYAMLError as error:
@@ -84,12 +86,12 @@ def _yaml(text: str, path: Path) -> Mapping[object, object]:
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML whose plain numbers are those of TOML, and which refuses a key given twice.
+    """YAML whose plain numbers and keys are those of TOML, and which refuses a key given twice.
 
-    PyYAML by itself reads 1e-4 as text, 010 as 8, 1:30 as 90 and 2024-01-01 as a date.
+    PyYAML by itself reads 1e-4 as text, 010 as 8, 1:30 as 90, 2024-01-01 as a date and the key `on` as True.
     """
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here, and not in construct_mapping: there the keys of `<<` have been mixed in.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
@@ -100,6 +102,8 @@ class _Yaml(yaml.SafeLoader):
                         problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
                     )
                 seen.add(key.value)
+                if key.value != "<<":
+                    key.tag = "tag:yaml.org,2002:str"
         return node
 
 

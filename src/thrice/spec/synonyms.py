@@ -126,6 +126,9 @@ SAME = {
 }
 """Another framework's key -> ours that means the same, in the same unit."""
 
+_DEEPEST = 3
+"""A foreign table is taken apart this far; in YAML one can contain itself."""
+
 _AMOUNT = "say how long to train with max_steps (optimizer steps) or max_tokens"
 _BETAS = "both of AdamW's decay rates are one key, optimizer.betas = [0.9, 0.95]"
 _RECOMPUTE = 'recompute = "full" recomputes every block; "none" or no key keeps all activations'
@@ -187,7 +190,7 @@ def unknown(
             return
     target = SAME.get(key) or SAME.get(last)
     advice = ADVICE.get(last) or ADVICE.get(head)
-    if isinstance(value, dict) and value and not advice:
+    if isinstance(value, dict) and value and not advice and key.count(".") < _DEEPEST:
         for inner, given in value.items():
             dotted = f"{key}.{inner}"
             yield from unknown(dotted, given, hints, tables)

@@ -1,0 +1,113 @@
+import itertools
+
+import pytest
+
+from thrice.errors import Problem
+from thrice.spec.workload import Ledger, divide
+
+
+def cut(
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    grad_accum_steps: int | None = None,
+    data_parallel: int = 1,
+) -> tuple[int, int, int] | Problem:
+    return divide(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        grad_accum_steps=grad_accum_steps,
+        data_parallel=data_parallel,
+    )
+
+
+def refused(**given: int | None) -> Problem:
+    problem = cut(**given)
+    assert isinstance(problem, Problem)
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "grad_accum_steps", "data_parallel"),
+    list(itertools.product((1, 3, 8), (1, 2, 5), (1, 2, 7))),
+)
+def test_any_three_determine_the_fourth(micro_batch: int, grad_accum_steps: int, data_parallel: int) -> None:
+    whole = micro_batch * grad_accum_steps * data_parallel
+    expected = (whole, micro_batch, grad_accum_steps)
+    assert cut(None, micro_batch, grad_accum_steps, data_parallel) == expected
+    assert cut(whole, None, grad_accum_steps, data_parallel) == expected
+    assert cut(whole, micro_batch, None, data_parallel) == expected
+    assert cut(whole, micro_batch, grad_accum_steps, data_parallel) == expected
+
+
+def test_one_batch_alone_is_one_micro_batch_a_step() -> None:
+    assert cut(global_batch=12, data_parallel=3) == (12, 4, 1)
+    assert cut(micro_batch=4, data_parallel=3) == (12, 4, 1)
+
+
+def test_devices_change_the_accumulation_and_not_the_batch() -> None:
+    assert [cut(global_batch=64, micro_batch=8, data_parallel=n) for n in (1, 2, 4, 8)] == [
+        (64, 8, 8),
+        (64, 8, 4),
+        (64, 8, 2),
+        (64, 8, 1),
+    ]
+
+
+@pytest.mark.parametrize("grad_accum_steps", [None, 4])
+def test_no_batch_at_all_is_refused(grad_accum_steps: int | None) -> None:
+    problem = refused(grad_accum_steps=grad_accum_steps)
+    assert problem.key == "global_batch"
+    assert "no batch is given" in problem.why
+
+
+def test_a_contradiction_names_every_number() -> None:
+    text = str(refused(global_batch=64, micro_batch=8, grad_accum_steps=3, data_parallel=2))
+    assert "global_batch = 64" in text
+    assert "micro_batch 8 × grad_accum_steps 3 × data_parallel 2 = 48, not 64" in text
+    assert "it becomes 4" in text
+    assert "global_batch = 48" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "divisor", "nearest"),
+    [
+        ({"global_batch": 50, "micro_batch": 8, "data_parallel": 2}, "= 16", "48 or 64"),
+        ({"global_batch": 50, "micro_batch": 8, "grad_accum_steps": 3}, "= 8", "48 or 56"),
+        ({"global_batch": 10, "grad_accum_steps": 4}, "= 4", "8 or 12"),
+        ({"global_batch": 3, "micro_batch": 8}, "= 8", ": 8"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_nearest_that_do(
+    given: dict[str, int], divisor: str, nearest: str
+) -> None:
+    problem = refused(**given)
+    assert (problem.key, problem.value) == ("global_batch", given["global_batch"])
+    assert divisor in problem.why
+    assert problem.fix.endswith(nearest)
+
+
+def test_the_ledger_says_every_term() -> None:
+    ledger = Ledger(
+        micro_batch=8,
+        grad_accum_steps=4,
+        data_parallel=2,
+        global_batch=64,
+        sequence=256,
+        lr=3e-4,
+        lr_from="as given",
+    )
+    assert ledger.tokens_per_step == 16_384
+    assert str(ledger) == (
+        "global_batch 64 = micro_batch 8 × grad_accum_steps 4 × data_parallel 2"
+        " · 16,384 tokens per step (256 per sample) · lr 0.0003 (as given)"
+    )
+    assert ledger.as_dict() == {
+        "micro_batch": 8,
+        "grad_accum_steps": 4,
+        "data_parallel": 2,
+        "global_batch": 64,
+        "sequence": 256,
+        "lr": 3e-4,
+        "lr_from": "as given",
+        "tokens_per_step": 16_384,
+    }
