@@ -389,10 +389,11 @@ def test_what_cannot_be_read_accuses_nothing_else(problems: Any, tmp_path: Path)
     # true whatever grad_accum_steps is
     assert problems("grad_accum_steps = 'x'\nmicro_batch = 3").keys() == {"grad_accum_steps", "global_batch"}
     path = tmp_path / "few.toml"
-    path.write_text("max_steps = 'x'\nglobal_batch = 'y'", encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        load(path)
-    assert {problem.key for problem in caught.value.problems} == {"max_steps", "global_batch"}
+    for stop, batch in (("max_steps", "global_batch"), ("max_tokens", "micro_batch")):
+        path.write_text(f"{stop} = 'x'\n{batch} = 'y'", encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        assert [problem.key for problem in caught.value.problems] == [stop, batch]
 
 
 def test_an_empty_file_says_what_has_to_be_chosen(tmp_path: Path) -> None:
