@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -522,7 +523,7 @@ def test_a_failing_sync_at_any_file_leaves_what_was_there(
 
 def test_a_read_only_folder(tmp_path: Path) -> None:
     # A superuser may write anywhere, so the child becomes somebody else where it can.
-    open_to_all = Path("/tmp") / f"thrice-test-{os.getpid()}-{random.randrange(10**9)}"
+    open_to_all = Path(tempfile.mkdtemp())
     folder = open_to_all / "checkpoints"
     try:
         path = save(folder, 1)
