@@ -521,8 +521,8 @@ def test_a_failing_sync_at_any_file_leaves_what_was_there(
         assert names(folder) == ["step-00000001"]
 
 
-def test_a_read_only_folder(tmp_path: Path) -> None:
-    # A superuser may write anywhere, so the child becomes somebody else where it can.
+def test_a_read_only_folder() -> None:
+    # A superuser may write anywhere, so the child becomes somebody else, who may not pass through tmp_path.
     open_to_all = Path(tempfile.mkdtemp())
     folder = open_to_all / "checkpoints"
     try:
