@@ -112,7 +112,7 @@ def _not_finite(session: Session, window: Sequence[Batch], losses: Sequence[Tens
     what = "the loss" if bad else f"the gradient (norm {norm})"
     return Diverged(
         f"{what} of step {step} is not finite (samples {ids}); nothing was updated\n"
-        "  lower lr or warm up longer; the last checkpoint is from before"
+        "  lower lr or warm up longer"
     )
 
 

@@ -1,0 +1,155 @@
+"""A session to a checkpoint and back: weights, optimizer, scaler, schedule, data position, random state.
+
+`runtime/store.py` puts it on disk. Tensors are kept under parameter names, so that what is saved does not
+depend on how the optimizer groups its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thrice.data.batches import Position
+from thrice.errors import CheckpointError, UsageError
+from thrice.runtime import store
+from thrice.runtime.session import Progress, Session
+from thrice.spec.dump import dump
+
+FIXED = (
+    "model", "corpus", "tokenizer", "sequence", "global_batch", "last_window", "seed", "decoder",
+    "optimizer.name", "evaluation.fraction", "precision",
+)  # fmt: skip
+"""What a run may not change when it goes on: another value makes its state meaningless. The rest may change,
+and is said aloud."""
+
+
+def save(session: Session, folder: Path, corpus: str) -> Path:
+    """Writes the checkpoint of the session's step; `corpus` is the fingerprint of its data."""
+    state = {
+        "progress": asdict(session.progress),
+        "scaler": session.scaler.state_dict() if session.scaler is not None else None,
+        "optimizer_counters": [_counters(group) for group in session.optimizer.param_groups],
+        "job": dump(session.job),
+        "ledger": session.ledger.as_dict(),
+        "corpus": corpus,
+        "torch": torch.__version__,
+    }
+    tensors = {
+        "weights": dict(session.model.named_parameters()) | dict(_buffers(session.model)),
+        "optimizer": dict(_optimizer_tensors(session)),
+        "random": _random_state(session.device),
+    }
+    return store.save(
+        folder, session.progress.step, tensors, state, keep_last=session.job.checkpoint.keep_last
+    )
+
+
+def restore(session: Session, path: Path, corpus: str) -> list[str]:
+    """Puts the checkpoint `path` into the session; returns a line for each setting that is not the saved one.
+
+    Raises CheckpointError for one that does not fit the model, and UsageError where the job differs in what
+    must stay. Nothing in the session has changed then.
+    """
+    tensors, state = store.load(path)
+    changed = _changes(state, session, corpus)
+    forbidden = [key for key in changed if key in FIXED or key.partition(".")[0] in FIXED]
+    if forbidden:
+        lines = "\n".join(f"  {key}: {changed[key][0]}, now {changed[key][1]}" for key in forbidden)
+        raise UsageError(
+            f"{path} is of another run: what must stay for a run to go on has changed\n{lines}\n"
+            "  restore those values, or start a new run with another run_dir"
+        )
+    weights = dict(session.model.named_parameters()) | dict(_buffers(session.model))
+    _check_fit(path, weights, tensors["weights"])
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.copy_(tensors["weights"][name])
+    _restore_optimizer(session, tensors["optimizer"], state["optimizer_counters"])
+    if session.scaler is not None and state["scaler"] is not None:
+        session.scaler.load_state_dict(state["scaler"])
+    progress = dict(state["progress"])
+    session.progress = Progress(**{**progress, "position": Position(**progress["position"])})
+    torch.set_rng_state(tensors["random"]["cpu"])
+    if session.device.type != "cpu" and session.device.type in tensors["random"]:
+        torch.get_device_module(session.device).set_rng_state(tensors["random"][session.device.type])
+    return [f"{key}: {was}, now {now}" for key, (was, now) in changed.items()]
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to the state: running statistics, not tables that are computed anew."""
+    persistent = model.state_dict().keys()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _optimizer_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in session.model.named_parameters():
+        for key, value in session.optimizer.state.get(parameter, {}).items():
+            yield f"{name}:{key}", value
+
+
+def _restore_optimizer(session: Session, saved: dict[str, Tensor], counters: list[dict[str, int]]) -> None:
+    # not load_state_dict: it casts states to their parameter's dtype, and float32 moments of a bfloat16
+    # parameter would lose their bits
+    parameters = dict(session.model.named_parameters())
+    session.optimizer.state.clear()
+    for name, tensor in saved.items():
+        parameter, _, key = name.rpartition(":")
+        session.optimizer.state[parameters[parameter]][key] = tensor.to(session.device)
+    for group, counter in zip(session.optimizer.param_groups, counters, strict=True):
+        group.update(counter)
+
+
+def _counters(group: dict[str, Any]) -> dict[str, int]:
+    return {key: group[key] for key in ("taken",) if key in group}
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def _check_fit(path: Path, wanted: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    problems = [f"missing: {name}" for name in wanted.keys() - saved.keys()]
+    problems += [f"unexpected: {name}" for name in saved.keys() - wanted.keys()]
+    problems += [
+        f"{name}: saved {tuple(saved[name].shape)} {saved[name].dtype}, the model has "
+        f"{tuple(wanted[name].shape)} {wanted[name].dtype}"
+        for name in wanted.keys() & saved.keys()
+        if (saved[name].shape, saved[name].dtype) != (wanted[name].shape, wanted[name].dtype)
+    ]
+    if problems:
+        raise CheckpointError(f"{path} does not fit the model\n  " + "\n  ".join(sorted(problems)[:10]))
+
+
+def _changes(state: dict[str, Any], session: Session, corpus: str) -> dict[str, tuple[str, str]]:
+    """Dotted key -> (saved, current) of each setting that differs."""
+    was, now = _flat(state["job"]), _flat(dump(session.job))
+    # said otherwise, but the same: where it is kept, where the data lies, and how the batch was spelt
+    for key in ("run_dir", "data", "global_batch"):
+        was.pop(key, None)
+        now.pop(key, None)
+    was |= {"global_batch": str(state["ledger"]["global_batch"]), "corpus": state["corpus"][:12]}
+    now |= {"global_batch": str(session.ledger.global_batch), "corpus": corpus[:12]}
+    return {
+        key: (was.get(key, "not given"), now.get(key, "not given"))
+        for key in was | now
+        if was.get(key) != now.get(key)
+    }
+
+
+def _flat(job: str) -> dict[str, str]:
+    table, flat = "", {}
+    for line in job.splitlines():
+        if line.startswith("["):
+            table = line.strip("[]") + "."
+        elif " = " in line:
+            key, _, value = line.partition(" = ")
+            flat[table + key] = value
+    return flat

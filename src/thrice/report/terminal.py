@@ -1,0 +1,114 @@
+"""What the command line shows: a certificate, and what a run would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from thrice.compose import claim, refuse
+from thrice.data.cache import cache_folder
+from thrice.data.corpus import corpus_of
+from thrice.data.tokens import Survey, survey
+from thrice.diagnose import by_category
+from thrice.errors import ConfigError
+from thrice.observe.rehearse import Rehearsal, rehearse
+from thrice.runtime import memory
+from thrice.spec.job import Job
+from thrice.verify import Certificate, Row
+
+
+def certificate_table(certificate: Certificate) -> None:
+    """One line for each kind of quantity: the row that comes nearest to its bound, and the verdict."""
+    table = Table(title=f"claim {certificate.claim} · {certificate.steps} steps on {certificate.device}")
+    for column in ("compared", "tensors × steps", "worst deviation", "noise floor", "allowed", "where", ""):
+        table.add_column(column)
+    for kind in dict.fromkeys(row.kind for row in certificate.rows):
+        rows = [row for row in certificate.rows if row.kind == kind]
+        worst = max(rows, key=_nearness)
+        table.add_row(
+            kind,
+            str(len(rows)),
+            f"{worst.deviation:.2e}",
+            f"{worst.floor:.2e}",
+            f"{worst.allowed:.2e}",
+            f"step {worst.step} {worst.tensor}",
+            "ok" if all(row.ok for row in rows) else "DIFFERS",
+        )
+    console = Console()
+    console.print(table)
+    for note in certificate.notes:
+        console.print(f"  {note}", markup=False, highlight=False)
+
+
+def _nearness(row: Row) -> float:
+    return row.deviation / row.allowed if row.allowed else row.deviation
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a run would do, found without starting it or writing anything."""
+
+    job: Job
+    survey: Survey
+    rehearsal: Rehearsal
+    exists: bool
+    """Whether the run folder holds something already."""
+
+
+def dry_run(job: Job) -> DryRun:
+    """Surveys the data and rehearses a step on fake tensors. Raises what a real run would raise by then."""
+    if problems := list(refuse(job)):
+        raise ConfigError(problems)
+    found = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder())
+    folder = Path(job.run_dir or "runs/run")
+    return DryRun(
+        job=job,
+        survey=found,
+        rehearsal=rehearse(job, found.vocabulary),
+        exists=folder.is_dir() and any(folder.iterdir()),
+    )
+
+
+def dry_run_lines(dry: DryRun) -> list[str]:
+    job, trace, ledger = dry.job, dry.rehearsal.trace, dry.job.ledger()
+    tokens = "its tokens are counted when it is tokenised" if dry.survey.tokens is None else f"{dry.survey.tokens:,} tokens"
+    cached = "tokenised already" if dry.survey.cached else "to be tokenised first, once"
+    state = "EXISTS: --resume goes on with it, and without that a run refuses" if dry.exists else "would be made"
+    every = job.checkpoint.every_steps
+    return [
+        f"model      {job.model} · {dry.rehearsal.parameters:,} parameters",
+        f"data       {dry.survey.documents:,} documents, {dry.survey.bytes:,} bytes, {tokens} ({cached})",
+        f"batch      {ledger}",
+        *(f"{name:<10} {line}" for name, line in dry.rehearsal.applied.items()),
+        f"claim      {claim(job).name}: what `thrice verify` holds this run to",
+        f"steps      {job.steps():,} · {job.steps() * ledger.tokens_per_step:,} tokens · checkpoint "
+        + (f"every {every} steps and at the end" if every else "at the end"),
+        f"memory     {memory.shown(trace.peak_bytes)} of tensors at the peak of a step (rehearsed on fake tensors): "
+        + by_category(trace),
+        f"compute    {trace.flops / 1e9:,.2f} GFLOP per step",
+        f"run        {job.run_dir} {state}",
+        "nothing was started",
+    ]
+
+
+def dry_run_dict(dry: DryRun) -> dict[str, Any]:
+    trace = dry.rehearsal.trace
+    return {
+        "parameters": dry.rehearsal.parameters,
+        "documents": dry.survey.documents,
+        "bytes": dry.survey.bytes,
+        "tokens": dry.survey.tokens,
+        "ledger": dry.job.ledger().as_dict(),
+        "techniques": dry.rehearsal.applied,
+        "claim": claim(dry.job).name,
+        "steps": dry.job.steps(),
+        "peak_bytes": trace.peak_bytes,
+        "at_peak_bytes": trace.at_peak,
+        "step_flops": trace.flops,
+        "run_dir": dry.job.run_dir,
+        "run_dir_exists": dry.exists,
+    }

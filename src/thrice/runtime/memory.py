@@ -1,0 +1,40 @@
+"""What memory a process uses, as the operating system or the accelerator counts it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import torch
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was used so far: resident memory on a CPU, allocated tensors on an accelerator."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def total_bytes(device: torch.device) -> int:
+    """What the device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def shown(count_bytes: float) -> str:
+    """A number of bytes as people read it: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count_bytes) < 1024:
+            return f"{count_bytes:.4g} {unit}"
+        count_bytes /= 1024
+    return f"{count_bytes:.4g} TiB"
+
+
+def limit_bytes(device: torch.device) -> int:
+    """What the process may have: the device's memory, or less where the system limits it (ulimit -v)."""
+    total = total_bytes(device)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return total if device.type == "cuda" or soft == resource.RLIM_INFINITY else min(total, soft)

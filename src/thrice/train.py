@@ -1,0 +1,303 @@
+"""The training loop: windows, steps, evaluation, checkpoints and a record of what was asked and what came."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from thrice import checkpoint
+from thrice.compose import claim, compose
+from thrice.data.batches import Batch
+from thrice.data.load import Data, load_data
+from thrice.errors import CheckpointError, Diverged, Interrupted
+from thrice.model.decoder import generate
+from thrice.observe.trace import Trace, Tracer
+from thrice.run_folder import RunFolder
+from thrice.runtime import memory, store
+from thrice.runtime.session import Session
+from thrice.spec.dump import dump
+from thrice.spec.job import Job
+from thrice.spec.seed import key
+from thrice.step import StepResult, evaluate, train_step
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a finished run came to."""
+
+    run_dir: str
+    steps: int
+    loss: float | None
+    """Of the last step, in nats per token."""
+    validation_loss: float | None
+    tokens_per_s: float
+    peak_bytes: int
+    sample: str
+
+
+def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = print) -> Outcome:
+    """Runs the job to its end in `job.run_dir`; progress goes to `say`, a line at a time.
+
+    `resume` goes on from the folder's latest valid checkpoint, or starts where there is none yet. `trace`
+    follows one step's bytes and FLOPs into trace.json. Raises what the parts raise; Interrupted after SIGINT
+    or SIGTERM, the step finished and everything saved.
+    """
+    folder = RunFolder(job.run_dir or "runs/run", resume=resume)
+    data = load_data(job)
+    session = compose(job, vocabulary=data.tokenizer.vocabulary)
+    torch.manual_seed(key(job.seed, "dropout"))
+    if resume:
+        _resume(session, folder, data, say)
+    folder.create(dump(job), session.progress.step)
+    data.tokenizer.save(folder.path)
+    for line in describe(session, data):
+        say(line)
+    run = _Run(session=session, data=data, folder=folder, say=say, total=job.steps())
+    folder.write("record.json", run.record(None))
+    with _signals() as received:
+        run.loop(received, trace)
+    return run.finish()
+
+
+def describe(session: Session, data: Data) -> Iterator[str]:
+    """What is about to run, for a person."""
+    job, model = session.job, session.model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    yield f"model      {job.model} · {parameters:,} parameters on {session.device}"
+    yield (
+        f"data       {len(data.store):,} tokens of {data.store.documents:,} documents · "
+        f"{len(data.train):,} samples to train on, {len(data.validation):,} held out"
+    )
+    yield f"batch      {session.ledger}"
+    for name, line in session.applied.items():
+        yield f"{name:<10} {line}"
+    yield f"claim      {claim(job).name}: what `thrice verify` holds this run to"
+    yield f"run        {job.run_dir} · {job.steps():,} steps"
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """The state of one call of `train` that no resume needs."""
+
+    session: Session
+    data: Data
+    folder: RunFolder
+    say: Say
+    total: int
+    busy_s: float = 0.0
+    """Time in steps, without evaluation and checkpoints."""
+    busy_tokens: int = 0
+    last: StepResult | None = None
+    validation_loss: float | None = None
+
+    def loop(self, received: list[int], trace: bool) -> None:
+        session, job = self.session, self.session.job
+        progress = session.progress
+        traced = trace and progress.step < self.total
+        if progress.step < self.total:
+            self.say(f"{'step':>7} {'loss':>8} {'lr':>9} {'grad_norm':>9} {'tok/s':>9} {'mfu':>5} {'mem(%)':>6} eta")
+        first = progress.step
+        while progress.step < self.total:
+            before = time.perf_counter()
+            window, after = self.data.window(progress.position)
+            window = [batch.to(session.device) for batch in window]
+            # the first step makes the optimizer's states; the second is like all that follow
+            if traced and (progress.step > first or self.total == first + 1):
+                with Tracer(session.model, session.optimizer) as tracer:
+                    result = self._step(window)
+                self._write_trace(tracer.trace())
+                traced = False
+            else:
+                result = self._step(window)
+            progress.position = after
+            self._log(result, time.perf_counter() - before, first)
+            if result.taken:
+                if _due(progress.step, job.evaluation.every_steps) and progress.step < self.total:
+                    self._evaluate()
+                if _due(progress.step, job.checkpoint.every_steps) and progress.step < self.total:
+                    self._save()
+            if received:
+                self._save()
+                name = signal.Signals(received[0]).name
+                raise Interrupted(
+                    f"{name} after step {progress.step}: the step was finished and saved; --resume goes on",
+                    128 + received[0],
+                )
+
+    def _step(self, window: list[Batch]) -> StepResult:
+        try:
+            return train_step(self.session, window)
+        except Diverged:
+            self._save()  # nothing was updated: the last good state is this one
+            raise
+
+    def finish(self) -> Outcome:
+        self._save()
+        self._evaluate()
+        outcome = Outcome(
+            run_dir=str(self.folder.path),
+            steps=self.session.progress.step,
+            loss=self.last.loss if self.last else None,
+            validation_loss=self.validation_loss,
+            tokens_per_s=self._rate(),
+            peak_bytes=memory.peak_bytes(self.session.device),
+            sample=self._sample(),
+        )
+        self.folder.write("record.json", self.record(outcome))
+        return outcome
+
+    def record(self, outcome: Outcome | None) -> dict[str, Any]:
+        """Asked, applied and (at the end) measured."""
+        session, store_ = self.session, self.data.store
+        return {
+            "asked": dump(session.job),
+            "applied": {
+                "claim": claim(session.job).name,
+                "ledger": session.ledger.as_dict(),
+                "techniques": session.applied,
+                "optimizer": type(session.optimizer).__name__,
+                "parameters": sum(p.numel() for p in session.model.parameters()),
+                "corpus": {"tokens": len(store_), "documents": store_.documents, "sha256": store_.fingerprint},
+                "device": str(session.device),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+            },
+            "measured": asdict(outcome) if outcome is not None else None,
+        }
+
+    def _log(self, result: StepResult, step_s: float, first: int) -> None:
+        progress, job = self.session.progress, self.session.job
+        self.last = result
+        peak = memory.peak_bytes(self.session.device)
+        row = {
+            "step": progress.step if result.taken else progress.step + 1,
+            "taken": result.taken,
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm if result.grad_norm is None or math.isfinite(result.grad_norm) else None,
+            "tokens": result.tokens,
+            "tokens_per_s": result.tokens / step_s,
+            "mfu": None,  # no peak rate is known without a measured machine
+            "peak_bytes": peak,
+            "epoch": progress.position.epoch,
+        }
+        if self.session.scaler is not None:
+            row["loss_scale"] = self.session.scaler.scale
+        self.folder.log(row)
+        if not result.taken:
+            why = "the gradient overflowed, the loss scale is halved" if result.tokens else "no target in it"
+            self.say(f"{progress.step + 1:>7} step skipped: {why}")
+            return
+        if progress.step > first + 1 or self.total == first + 1:  # the first step warms up
+            self.busy_s += step_s
+            self.busy_tokens += result.tokens
+        if _due(progress.step, job.log_every) or progress.step in (first + 1, self.total):
+            self.say(self._line(result, peak, step_s))
+
+    def _line(self, result: StepResult, peak: int, step_s: float) -> str:
+        progress = self.session.progress
+        rate = self._rate() or result.tokens / step_s
+        left_s = (self.total - progress.step) * self.session.ledger.tokens_per_step / rate
+        share = 100 * peak / memory.total_bytes(self.session.device)
+        return (
+            f"{progress.step:>7} {result.loss:>8.4f} {result.lr:>9.2e} {result.grad_norm:>9.3f} {rate:>9,.0f} "
+            f"{'n/a':>5} {share:>6.1f} {int(left_s) // 60}:{int(left_s) % 60:02d}"
+        )
+
+    def _rate(self) -> float:
+        return self.busy_tokens / self.busy_s if self.busy_s else 0.0
+
+    def _evaluate(self) -> None:
+        samples, session = self.data.validation, self.session
+        count = min(len(samples), session.job.evaluation.max_samples or len(samples))
+        if not count:
+            return
+        size = session.ledger.micro_batch
+        batches = (
+            samples.batch(np.arange(start, min(start + size, count))).to(session.device)
+            for start in range(0, count, size)
+        )
+        loss, targets = evaluate(session, batches)
+        self.validation_loss = loss
+        self.folder.log(
+            {"step": session.progress.step, "validation_loss": loss, "validation_tokens": targets}
+        )
+        self.say(f"{session.progress.step:>7} {loss:>8.4f} validation, over {targets:,} tokens")
+
+    def _save(self) -> None:
+        checkpoint.save(self.session, self.folder.checkpoints, self.data.store.fingerprint)
+
+    def _write_trace(self, trace: Trace) -> None:
+        self.folder.write("trace.json", {"step": self.session.progress.step, **trace.as_dict()})
+        self.say(f"        traced: peak {memory.shown(trace.peak_bytes)} = " + ", ".join(
+            f"{category} {memory.shown(count)}" for category, count in trace.at_peak.items() if count
+        ) + f" · {trace.flops / 1e9:,.2f} GFLOP · {self.folder.path / 'trace.json'}")
+
+    def _sample(self) -> str:
+        """A glimpse of what the model writes, after the first tokens of the held-out text."""
+        samples, session = self.data.validation, self.session
+        source = samples if len(samples) else self.data.train
+        prompt = source.batch([0]).inputs[0, :32].to(session.device)
+        positions = session.job.decoder.max_positions or session.job.sequence
+        with session.compute():
+            tokens = generate(
+                session.model, prompt, new_tokens=160, positions=positions, seed=key(session.job.seed, "sample")
+            )
+        return self.data.tokenizer.decode(tokens.tolist())
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _resume(session: Session, folder: RunFolder, data: Data, say: Say) -> None:
+    if not folder.checkpoints.is_dir():
+        say(f"resume     {folder.path} has no checkpoint yet: starting from the beginning")
+        return
+    path, rejected = store.latest(folder.checkpoints)
+    for line in rejected:
+        say(f"resume     rejected {line}")
+    if path is None:
+        if rejected:
+            raise CheckpointError(
+                f"none of the {len(rejected)} checkpoints in {folder.checkpoints} can be used (each is named above)\n"
+                "  nothing was changed; restore one, or start a new run with another run_dir"
+            )
+        say(f"resume     {folder.path} has no checkpoint yet: starting from the beginning")
+        return
+    for line in checkpoint.restore(session, path, data.store.fingerprint):
+        say(f"resume     changed  {line}")
+    say(f"resume     from {path}, step {session.progress.step}")
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM, to be acted on between steps; a second SIGINT acts at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    try:
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are the caller's
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
