@@ -1,0 +1,88 @@
+"""What autograd's engine does, as seen from inside a dispatch mode.
+
+The engine adds up the gradients of a tensor that was used twice. It adds in place where nothing else holds
+the first of them (torch/csrc/autograd/input_buffer.cpp), but never while a dispatch mode is on or on tensor
+subclasses such as fake tensors. A trace has to tell which of the sums it sees would have made no new tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, Literal
+
+import torch
+from torch.autograd import graph
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame")  # they surround every __torch_dispatch__
+
+Caller = Literal["engine", "recomputation", "python"]
+
+
+def caller() -> Caller:
+    """Who called the operator that a mode's `__torch_dispatch__`, our own caller, is handling.
+
+    "engine" is autograd itself, "recomputation" is activation checkpointing; outside a backward the
+    answer means nothing.
+    """
+    direct = True
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not graph._engine_run_backward.__code__:
+        module = frame.f_globals.get("__name__")
+        if module == "torch.utils.checkpoint":
+            return "recomputation"
+        direct = direct and module in _WRAPPERS
+        frame = frame.f_back  # type: ignore[assignment]
+    return "engine" if direct else "python"
+
+
+def sums_in_place(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the engine, which called the operator, would do it in place if no dispatch mode were on.
+
+    A C++ derivative formula that adds two tensors looks the same and is taken for one; the operators of
+    the models here have none.
+    """
+    return (
+        operator is torch.ops.aten.add.Tensor
+        and isinstance(args[1], torch.Tensor)
+        and not torch.is_grad_enabled()
+        and _is_dense(args[0])
+        and _use_counts(args[0]) == sole_owner_counts()
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether every element has a place of its own and there are no gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """How often a tensor and its storage are held."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+class _SumProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    counts: tuple[int, int] = (0, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor:
+            self.counts = _use_counts(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def sole_owner_counts() -> tuple[int, int]:
+    """The use counts, seen from a dispatch mode, of a gradient that only the engine holds: by making one."""
+    probe = _SumProbe()  # type: ignore[no-untyped-call]
+    with torch.enable_grad(), probe:
+        leaf = torch.ones(2, requires_grad=True)
+        (leaf * 2 + leaf * 3).sum().backward()  # type: ignore[no-untyped-call]
+    return probe.counts
