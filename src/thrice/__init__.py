@@ -31,7 +31,7 @@ _HOME = {
     "verify": "thrice.verify",
 }
 
-__all__ = list(_HOME)  # noqa: PLE0605 (one table says what is public and where it lives)
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

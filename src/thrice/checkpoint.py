@@ -44,9 +44,7 @@ def save(session: Session, folder: Path, corpus: str) -> Path:
         "optimizer": dict(_optimizer_tensors(session)),
         "random": _random_state(session.device),
     }
-    return store.save(
-        folder, session.progress.step, tensors, state, keep_last=session.job.checkpoint.keep_last
-    )
+    return store.save(folder, session.progress.step, tensors, state, keep_last=session.job.checkpoint.keep_last)
 
 
 def restore(session: Session, path: Path, corpus: str) -> list[str]:
@@ -138,9 +136,7 @@ def _changes(state: dict[str, Any], session: Session, corpus: str) -> dict[str, 
     was |= {"global_batch": str(state["ledger"]["global_batch"]), "corpus": state["corpus"][:12]}
     now |= {"global_batch": str(session.ledger.global_batch), "corpus": corpus[:12]}
     return {
-        key: (was.get(key, "not given"), now.get(key, "not given"))
-        for key in was | now
-        if was.get(key) != now.get(key)
+        key: (was.get(key, "not given"), now.get(key, "not given")) for key in was | now if was.get(key) != now.get(key)
     }
 
 

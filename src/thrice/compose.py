@@ -37,7 +37,8 @@ def refuse(job: Job) -> Iterator[Problem]:
 def claim(job: Job) -> Claim:
     """The weakest equality that a part of the job promises; a window cut in pieces sums in another order."""
     cut = Claim.ROUNDING if job.ledger().grad_accum_steps > 1 else Claim.BITWISE
-    return max([cut, *(technique.claim() for technique in job.techniques)])
+    parts: list[Claim] = [technique.claim() for technique in job.techniques]
+    return max([cut, *parts])
 
 
 def compose(
@@ -67,9 +68,7 @@ def compose(
     )
     for technique in sorted(job.techniques, key=lambda technique: technique.stage):
         session.applied[technique.name] = technique.apply(session)
-    session.optimizer = build_optimizer(
-        model, job.optimizer, lr=ledger.lr, seed=job.seed, rounding=session.rounding
-    )
+    session.optimizer = build_optimizer(model, job.optimizer, lr=ledger.lr, seed=job.seed, rounding=session.rounding)
     return session
 
 

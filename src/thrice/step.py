@@ -72,7 +72,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
             raise Diverged(
                 f"{scaler.skipped_in_row} steps in a row overflowed in float16 at step {progress.step + 1}; the "
                 f"loss scale has fallen to {scaler.scale:g}\n"
-                "  the gradients are not finite at any scale: lower lr, warm up longer, or use precision = \"bf16\""
+                '  the gradients are not finite at any scale: lower lr, warm up longer, or use precision = "bf16"'
             )
         return StepResult(taken=False, loss=loss, grad_norm=norm, lr=lr, tokens=count)
     clip = session.job.optimizer.clip
@@ -94,7 +94,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
 def _forward_backward(session: Session, batch: Batch, divisor: float) -> Tensor:
     with session.compute():
         loss_sum = session.loss(session.model(batch.inputs), batch.targets)
-    (loss_sum / divisor).backward()
+    torch.autograd.backward(loss_sum / divisor)
     return loss_sum.detach()
 
 
@@ -111,8 +111,7 @@ def _not_finite(session: Session, window: Sequence[Batch], losses: Sequence[Tens
             )
     what = "the loss" if bad else f"the gradient (norm {norm})"
     return Diverged(
-        f"{what} of step {step} is not finite (samples {ids}); nothing was updated\n"
-        "  lower lr or warm up longer"
+        f"{what} of step {step} is not finite (samples {ids}); nothing was updated\n  lower lr or warm up longer"
     )
 
 

@@ -168,7 +168,11 @@ class _Run:
                 "techniques": session.applied,
                 "optimizer": type(session.optimizer).__name__,
                 "parameters": sum(p.numel() for p in session.model.parameters()),
-                "corpus": {"tokens": len(store_), "documents": store_.documents, "sha256": store_.fingerprint},
+                "corpus": {
+                    "tokens": len(store_),
+                    "documents": store_.documents,
+                    "sha256": store_.fingerprint,
+                },
                 "device": str(session.device),
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
@@ -230,9 +234,7 @@ class _Run:
         )
         loss, targets = evaluate(session, batches)
         self.validation_loss = loss
-        self.folder.log(
-            {"step": session.progress.step, "validation_loss": loss, "validation_tokens": targets}
-        )
+        self.folder.log({"step": session.progress.step, "validation_loss": loss, "validation_tokens": targets})
         self.say(f"{session.progress.step:>7} {loss:>8.4f} validation, over {targets:,} tokens")
 
     def _save(self) -> None:
@@ -240,9 +242,11 @@ class _Run:
 
     def _write_trace(self, trace: Trace) -> None:
         self.folder.write("trace.json", {"step": self.session.progress.step, **trace.as_dict()})
-        self.say(f"        traced: peak {memory.shown(trace.peak_bytes)} = " + ", ".join(
-            f"{category} {memory.shown(count)}" for category, count in trace.at_peak.items() if count
-        ) + f" · {trace.flops / 1e9:,.2f} GFLOP · {self.folder.path / 'trace.json'}")
+        self.say(
+            f"        traced: peak {memory.shown(trace.peak_bytes)} = "
+            + ", ".join(f"{category} {memory.shown(count)}" for category, count in trace.at_peak.items() if count)
+            + f" · {trace.flops / 1e9:,.2f} GFLOP · {self.folder.path / 'trace.json'}"
+        )
 
     def _sample(self) -> str:
         """A glimpse of what the model writes, after the first tokens of the held-out text."""
@@ -252,7 +256,11 @@ class _Run:
         positions = session.job.decoder.max_positions or session.job.sequence
         with session.compute():
             tokens = generate(
-                session.model, prompt, new_tokens=160, positions=positions, seed=key(session.job.seed, "sample")
+                session.model,
+                prompt,
+                new_tokens=160,
+                positions=positions,
+                seed=key(session.job.seed, "sample"),
             )
         return self.data.tokenizer.decode(tokens.tolist())
 

@@ -99,7 +99,12 @@ class Reference:
     """
 
     def __init__(
-        self, job: Job, vocabulary: int, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None
+        self,
+        job: Job,
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        autocast: torch.dtype | None,
     ) -> None:
         self.job = job
         self.model = build_model(job, vocabulary, device).to(dtype)
@@ -121,7 +126,7 @@ class Reference:
             loss_sum = nn.functional.cross_entropy(
                 wide.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
             )
-            (loss_sum / (count / self.loss_scale)).backward()
+            torch.autograd.backward(loss_sum / (count / self.loss_scale))
             loss += loss_sum.item()
         named = dict(self.model.named_parameters())
         for parameter in named.values():
@@ -130,9 +135,7 @@ class Reference:
         norm = nn.utils.clip_grad_norm_(named.values(), self.job.optimizer.clip or math.inf)
         gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         for group in self.optimizer.param_groups:
-            group["lr"] = lr_at(
-                self.steps, peak=self.job.lr, schedule=self.job.schedule, total_steps=self.job.steps()
-            )
+            group["lr"] = lr_at(self.steps, peak=self.job.lr, schedule=self.job.schedule, total_steps=self.job.steps())
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
@@ -203,7 +206,16 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
         pieces = whole if job.decoder.dropout == 0 else window
         expected = _seeded(job, step - 1, reference, pieces)
         noise = _seeded(job, step - 1, floor, pieces) if floor is not None else expected
-        measured.append((step, "sample_ids", "", float(got_ids != expected_ids), 0.0, f"{got_ids[:8]} for {expected_ids[:8]}"))
+        measured.append(
+            (
+                step,
+                "sample_ids",
+                "",
+                float(got_ids != expected_ids),
+                0.0,
+                f"{got_ids[:8]} for {expected_ids[:8]}",
+            )
+        )
         measured.extend(_measure(step, got, expected, noise))
         if step == steps:
             break
@@ -275,7 +287,14 @@ def _measure(
     for kind, name in (("loss", "loss"), ("grad_norm", "grad_norm")):
         value, right, other = (getattr(side, name) for side in (got, expected, noise))
         scale = abs(right) or 1.0
-        yield step, kind, "", abs(value - right) / scale, abs(other - right) / scale, f"{value!r} for {right!r}"
+        yield (
+            step,
+            kind,
+            "",
+            abs(value - right) / scale,
+            abs(other - right) / scale,
+            f"{value!r} for {right!r}",
+        )
     for kind in ("gradient", "parameter"):
         ours, plain, other = (getattr(side, f"{kind}s") for side in (got, expected, noise))
         for name in plain | ours:

@@ -110,24 +110,32 @@ def split(store: TokenStore, sequence: int, fraction: float) -> tuple[Samples, S
         held_out = 1
     training = tokens - held_out * sequence
     if training <= sequence:
-        less = f", or an evaluation.fraction below {fraction:g}" if held_out else ""
-        raise DataError(
-            f"the data is too short: its {tokens:,} tokens less {held_out * sequence:,} held out for evaluation, "
-            f"leave {training:,} to train on; one sample of sequence = {sequence:,} takes {sequence + 1:,}\n"
-            f"  → more data, or sequence = {max(1, (training - 1) // 2)} or less{less}"
-        )
+        raise DataError(_too_short(tokens, training, sequence, fraction))
     # The last training token is the first validation input; the targets are disjoint.
     return Samples(store.tokens[:training], sequence), Samples(store.tokens[training - 1 :], sequence)
+
+
+def _too_short(tokens: int, training: int, sequence: int, fraction: float) -> str:
+    held_out = f", of which {tokens - training:,} are held out for evaluation" if training < tokens else ""
+    # What is held out is at most the fraction, so a sequence of this length always leaves one sample.
+    longest = int(tokens * (1 - fraction)) - 1
+    fixes = ["more data"]
+    fixes += [f"sequence = {longest} or less"] if longest > 0 else []
+    fixes += [f"an evaluation.fraction below {fraction:g}"] if held_out else []
+    return (
+        f"the data is too short: it has {tokens:,} tokens{held_out}; one sample of sequence = {sequence:,} "
+        f"takes {sequence + 1:,}\n  → {', or '.join(fixes)}"
+    )
 
 
 def order(seed: int, epoch: int, count: int, positions: ArrayLike) -> Ids:
     """The samples at `positions` of an epoch: a permutation of range(count) keyed by (seed, epoch).
 
-    It is evaluated where it is asked, in time and memory of len(positions), and in integers: it is the same on
-    every machine. A position is a pair of digits (left, right) in a mixed base a·b just above `count`. Each
-    round adds a keyed hash of one digit to the other, which can be undone whatever the hash is (a Feistel
-    network; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, third method). What falls outside
-    range(count) is taken round again until it falls inside (cycle walking, their second method).
+    It takes time and memory of len(positions), and integers alone, so it is the same on every machine. A
+    position is a pair of digits (left, right) in a mixed base a·b just above `count`. Each round adds a keyed
+    hash of one digit to the other, which can be undone whatever the hash is (a Feistel network; Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, third method). What falls outside range(count) is
+    taken round again until it falls inside (cycle walking, their second method).
     """
     root = isqrt(count - 1) + 1
     base_left, base_right = np.uint64(root), np.uint64(-(-count // root))
@@ -198,7 +206,8 @@ class Windows:
         if not 0 <= start <= self.count:
             raise DataError(
                 f"position {start:,} of epoch {epoch} is outside its {self.count:,} samples: the data is not "
-                "that of the run it continues\n  → resume with the data the run began with, or start another run"
+                "that of the run it continues\n"
+                "  → resume with the data the run began with, or start a new one"
             )
         if self.count - start < (self.global_batch if self.last_window == "drop" else 1):
             epoch, start = epoch + 1, 0

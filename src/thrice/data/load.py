@@ -38,9 +38,7 @@ def load_data(job: Job) -> Data:
     store = token_store(documents, tokenizer, cache)
     train, validation = split(store, job.sequence, job.evaluation.fraction)
     ledger = job.ledger()
-    windows = Windows(
-        count=len(train), global_batch=ledger.global_batch, seed=job.seed, last_window=job.last_window
-    )
+    windows = Windows(count=len(train), global_batch=ledger.global_batch, seed=job.seed, last_window=job.last_window)
     return Data(
         train=train,
         validation=validation,

@@ -44,8 +44,7 @@ def blocks(model: nn.Module) -> tuple[Block, ...]:
                     value=type(model).__name__,
                     why="no repeated blocks were found in it: no ModuleList or Sequential whose children share "
                     "a class and hold parameters",
-                    fix="keep the repeated layers in one nn.ModuleList, or leave out what works by block "
-                    "(recompute)",
+                    fix="keep the repeated layers in one nn.ModuleList, or leave out what works by block (recompute)",
                 )
             ]
         )
@@ -68,6 +67,7 @@ def _size(*modules: nn.Module) -> int:
 
 
 def _attention(block: nn.Module) -> nn.Module | None:
+    module: nn.Module
     for name, module in block.named_modules():
         label = f"{name.rpartition('.')[2]} {type(module).__name__}"
         if name and re.search(r"attn|attention", label, re.I) and not re.search(r"norm|dropout", label, re.I):

@@ -33,6 +33,10 @@ def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
     """Exact causal attention through torch's fused kernels; (B, T, H, C) in the queries' dtype."""
     grouped = q_BTHC.shape[2] != k_BTKC.shape[2]
     out_BHTC = F.scaled_dot_product_attention(
-        q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2), is_causal=True, enable_gqa=grouped
+        q_BTHC.transpose(1, 2),
+        k_BTKC.transpose(1, 2),
+        v_BTKC.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=grouped,
     )
     return out_BHTC.transpose(1, 2)

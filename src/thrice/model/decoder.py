@@ -27,7 +27,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        normed: Tensor = F.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
+        return normed * self.weight
 
 
 class Attention(nn.Module):
@@ -41,9 +42,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(spec.hidden, spec.hidden, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-        q, k, v = (
-            project(x_BTD).unflatten(-1, (-1, self.channels)) for project in (self.q, self.k, self.v)
-        )
+        q, k, v = (project(x_BTD).unflatten(-1, (-1, self.channels)) for project in (self.q, self.k, self.v))
         heads_BTHC = causal_attention(rotate(q, cos_TC, sin_TC), rotate(k, cos_TC, sin_TC), v)
         out: Tensor = self.out(heads_BTHC.flatten(2))
         return out
@@ -75,7 +74,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_TC, sin_TC))
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        out: Tensor = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        return out
 
 
 class Decoder(nn.Module):
@@ -112,9 +112,7 @@ class Decoder(nn.Module):
         return logits_BTV
 
 
-def build_decoder(
-    spec: DecoderSpec, *, vocabulary: int, positions: int, device: torch.device, seed: int
-) -> Decoder:
+def build_decoder(spec: DecoderSpec, *, vocabulary: int, positions: int, device: torch.device, seed: int) -> Decoder:
     """The model on `device`, float32, its weights a function of (seed, parameter name) alone."""
     with torch.device("meta"):
         model = Decoder(spec, vocabulary=vocabulary, positions=positions)

@@ -11,6 +11,4 @@ def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
     The softmax is in float32 whatever the logits' dtype. Targets that are all ignored give 0, never NaN.
     """
-    return F.cross_entropy(
-        logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=-100, reduction="sum"
-    )
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=-100, reduction="sum")

@@ -33,9 +33,7 @@ def round_stochastically(x: Tensor, generator: Generator) -> Tensor:
 class _Rounded(Optimizer):
     """Widens, updates and rounds one parameter after the other; a subclass says how one is updated."""
 
-    def __init__(
-        self, groups: Any, defaults: dict[str, Any], *, rounding: Rounding, seed: int
-    ) -> None:
+    def __init__(self, groups: Any, defaults: dict[str, Any], *, rounding: Rounding, seed: int) -> None:
         super().__init__(groups, {**defaults, "taken": 0})
         self.rounding = rounding
         self.seed = seed
@@ -110,7 +108,14 @@ class RoundedSGD(_Rounded):
     """torch.optim.SGD on bfloat16 parameters."""
 
     def __init__(
-        self, groups: Any, *, lr: float, momentum: float, weight_decay: float = 0.0, rounding: Rounding, seed: int
+        self,
+        groups: Any,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float = 0.0,
+        rounding: Rounding,
+        seed: int,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(groups, defaults, rounding=rounding, seed=seed)

@@ -75,7 +75,9 @@ def dry_run(job: Job) -> DryRun:
 
 def dry_run_lines(dry: DryRun) -> list[str]:
     job, trace, ledger = dry.job, dry.rehearsal.trace, dry.job.ledger()
-    tokens = "its tokens are counted when it is tokenised" if dry.survey.tokens is None else f"{dry.survey.tokens:,} tokens"
+    tokens = (
+        "its tokens are counted when it is tokenised" if dry.survey.tokens is None else f"{dry.survey.tokens:,} tokens"
+    )
     cached = "tokenised already" if dry.survey.cached else "to be tokenised first, once"
     state = "EXISTS: --resume goes on with it, and without that a run refuses" if dry.exists else "would be made"
     every = job.checkpoint.every_steps

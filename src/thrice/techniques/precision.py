@@ -66,7 +66,7 @@ class Precision:
                         value=value,
                         why=f"loss scaling belongs to fp16; {self.mode} has float32's range of exponents, so "
                         "no gradient underflows for want of a scale",
-                        fix=f'leave it out, or set mode = "fp16"',
+                        fix='leave it out, or set mode = "fp16"',
                     )
         if self.mode != "bf16-pure" and self.rounding is not None:
             yield Problem(

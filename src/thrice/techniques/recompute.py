@@ -84,7 +84,9 @@ class Recompute:
                 )
         if self.strategy == "budget" and self.budget_bytes is None:
             yield Problem(
-                key="budget_bytes", why="the strategy is budget, and no budget is given", fix='for example "512MiB"'
+                key="budget_bytes",
+                why="the strategy is budget, and no budget is given",
+                fix='for example "512MiB"',
             )
 
     def refuse(self, job: Job) -> Iterator[Problem]:
@@ -161,4 +163,4 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None = None) -
             return forward(*args, **kwargs)
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, **options)
 
-    module.forward = recomputed  # type: ignore[method-assign]
+    module.forward = recomputed
