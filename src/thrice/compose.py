@@ -74,7 +74,8 @@ def compose(
 
 def _example(ledger: Ledger, device: torch.device) -> Batch:
     tokens = torch.zeros(ledger.micro_batch, ledger.sequence, dtype=torch.int64, device=device)
-    return Batch(inputs=tokens, targets=tokens, sample_ids=tuple(range(ledger.micro_batch)))
+    ids = tuple(range(ledger.micro_batch))
+    return Batch(inputs=tokens, targets=tokens, sample_ids=ids, count=tokens.numel())
 
 
 def build_model(job: Job, vocabulary: int, device: torch.device) -> nn.Module:

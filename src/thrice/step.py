@@ -43,7 +43,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     lr = session.lr_at(progress.step)
 
     # the count of the whole window is known before its first backward
-    count = sum(batch.count() for batch in window)
+    count = sum(batch.count for batch in window)
     if count == 0:
         progress.skipped_steps += 1
         return StepResult(taken=False, loss=None, grad_norm=None, lr=lr, tokens=0)
@@ -123,6 +123,6 @@ def evaluate(session: Session, batches: Iterable[Batch]) -> tuple[float, int]:
     for batch in batches:
         with session.compute():
             total += scalar(session.loss(session.model(batch.inputs), batch.targets))
-        count += batch.count()
+        count += batch.count
     session.model.train()
     return (total / count if count else math.nan), count

@@ -33,16 +33,21 @@ class Batch:
     targets: torch.Tensor
     """(B, T) int64; IGNORE where a position does not count."""
     sample_ids: tuple[int, ...]
+    count: int
+    """Targets that count; kept apart, so that asking waits for no device and a rehearsal knows it."""
 
-    def count(self) -> int:
-        """Targets that count. Ask before `to`: on an accelerator it waits for the device."""
-        return int(torch.count_nonzero(self.targets != IGNORE))
+    @classmethod
+    def of(cls, inputs: torch.Tensor, targets: torch.Tensor, sample_ids: tuple[int, ...]) -> Batch:
+        """A batch whose targets are on the host, to be counted."""
+        count = int(torch.count_nonzero(targets != IGNORE))
+        return cls(inputs=inputs, targets=targets, sample_ids=sample_ids, count=count)
 
     def to(self, device: torch.device | str) -> Batch:
         return Batch(
             inputs=self.inputs.to(device, non_blocking=True),
             targets=self.targets.to(device, non_blocking=True),
             sample_ids=self.sample_ids,
+            count=self.count,
         )
 
 
@@ -85,6 +90,7 @@ class Samples:
             inputs=torch.from_numpy(inputs),
             targets=torch.from_numpy(targets),
             sample_ids=sample_ids,
+            count=int(np.count_nonzero(targets != IGNORE)),
         )
 
     def _padded(self, wanted: Ids) -> tuple[Ids, Ids]:
