@@ -17,15 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame")  # they surround every __torch_dispatch__
 
-Caller = Literal["engine", "recomputation", "python"]
+Caller = Literal["program", "engine", "recomputation", "function"]
 
 
 def caller() -> Caller:
     """Who called the operator that a mode's `__torch_dispatch__`, our own caller, is handling.
 
-    "engine" is autograd itself, "recomputation" is activation checkpointing; outside a backward the
-    answer means nothing.
+    Outside a backward it is the "program". Inside one it is the "engine" itself, activation checkpointing's
+    "recomputation", or another Python "function", such as a hook or a custom backward.
     """
+    if torch._C._current_graph_task_id() == -1:
+        return "program"
     direct = True
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not graph._engine_run_backward.__code__:
@@ -34,7 +36,7 @@ def caller() -> Caller:
             return "recomputation"
         direct = direct and module in _WRAPPERS
         frame = frame.f_back  # type: ignore[assignment]
-    return "engine" if direct else "python"
+    return "engine" if direct else "function"
 
 
 def sums_in_place(operator: Any, args: tuple[Any, ...]) -> bool:

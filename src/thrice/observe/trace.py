@@ -280,7 +280,7 @@ class Tracer(TorchDispatchMode):
     def _enter_phase(self, called_by: Caller) -> None:
         if self._stepping:
             phase = OPTIMIZER
-        elif torch._C._current_graph_task_id() == -1:
+        elif called_by == "program":
             phase = FORWARD
         else:
             phase = RECOMPUTE if called_by == "recomputation" else BACKWARD
