@@ -6,21 +6,27 @@ The same loss and gradients to the last bit, dropout included, for less memory a
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from thrice.data.batches import Batch
 from thrice.errors import ConfigError, Problem
 from thrice.model.anatomy import Block, blocks
+from thrice.observe.trace import Tracer
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Claim, Slot, Stage
 from thrice.spec.job import Job, at_least
@@ -28,6 +34,8 @@ from thrice.spec.job import Job, at_least
 Mode = Literal["none", "selective", "attention_only", "full"]
 """What one block drops: nothing; all but the outputs of matrix products and attention; its attention's inner
 activations; everything but its input."""
+
+MODES: tuple[Mode, ...] = ("none", "selective", "attention_only", "full")
 
 aten = torch.ops.aten
 KEPT = frozenset(
@@ -123,7 +131,8 @@ class Recompute:
             case "attention_only" | "selective" | "full" | "none" as mode:
                 return [mode] * count
             case "budget":
-                raise NotImplementedError
+                assert self.budget_bytes is not None, "checked"
+                return choose([costs(session, mode) for mode in MODES], self.budget_bytes)
 
 
 def patch(block: Block, mode: Mode) -> None:
@@ -164,3 +173,110 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None = None) -
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, **options)
 
     module.forward = recomputed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one block costs under a mode, for one micro-batch."""
+
+    held_bytes: int
+    """What it has allocated in forward and still holds when its forward ends, its output included."""
+    recomputed_flops: int
+
+
+def costs(session: Session, mode: Mode) -> list[Cost | None]:
+    """Each block's cost under `mode`, from the trace of a forward and backward on fake tensors.
+
+    None for a block that has no such mode. Nothing is computed, and the session's model is not touched.
+    """
+    with _faked(session) as (model, batch):
+        parts = blocks(model)
+        if mode == "attention_only" and not all(block.attention for block in parts):
+            return [None] * len(parts)
+        tracer = Tracer(model)
+        held, flops = [0] * len(parts), [0] * len(parts)
+        for index, block in enumerate(parts):
+            # below the patch: runs in forward and again in recomputation; above it: in forward alone
+            _watched(block.attention if mode == "attention_only" else block.module, tracer, flops, index)
+            patch(block, mode)
+            _watched(block.module, tracer, held, index, read=Tracer.live_bytes)
+        with tracer:
+            with session.compute():
+                loss = session.loss(model(batch.inputs), batch.targets)
+            forward_flops = list(flops)
+            torch.autograd.backward(loss)
+    return [
+        Cost(held_bytes=held_bytes, recomputed_flops=both - once)
+        for held_bytes, both, once in zip(held, flops, forward_flops, strict=True)
+    ]
+
+
+@contextmanager
+def _faked(session: Session) -> Iterator[tuple[nn.Module, Batch]]:
+    """A copy of the model, and a micro-batch, on fake tensors; in a rehearsal they are fake already."""
+    with ExitStack() as stack:
+        mode = torch._guards.detect_fake_mode(list(session.model.parameters()))
+        if mode is None:
+            mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        with FakeCopyMode(mode):
+            model = copy.deepcopy(session.model)
+        yield model, session.example()
+
+
+def _watched(
+    module: nn.Module | None,
+    tracer: Tracer,
+    totals: list[int],
+    index: int,
+    read: Callable[[Tracer], int] = lambda tracer: tracer.flops,
+) -> None:
+    """Adds to `totals[index]` how far `read` moves in each call of the module's forward."""
+    assert module is not None
+    forward = module.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = read(tracer)
+        try:
+            return forward(*args, **kwargs)
+        finally:  # recomputation ends early, by an exception, once it has what backward needs
+            totals[index] += read(tracer) - before
+
+    module.forward = watched
+
+
+def choose(by_mode: Sequence[Sequence[Cost | None]], budget_bytes: int) -> list[Mode]:
+    """A mode for each block, so that together they hold at most `budget_bytes`.
+
+    From nothing dropped, it takes the change that saves the most bytes per recomputed FLOP until the budget is
+    kept (the greedy solution of a multiple-choice knapsack, which is off by less than one block's change).
+    Raises ConfigError with the least that is possible where the budget is below it.
+    """
+    options = [dict(zip(MODES, per_block, strict=True)) for per_block in zip(*by_mode, strict=True)]
+    known = [{mode: cost for mode, cost in block.items() if cost is not None} for block in options]
+    least = sum(min(cost.held_bytes for cost in block.values()) for block in known)
+    if least > budget_bytes:
+        raise ConfigError(
+            [
+                Problem(
+                    key="recompute.budget_bytes",
+                    value=budget_bytes,
+                    why=f"the blocks hold at least {least:,} bytes of one micro-batch, with everything recomputed",
+                    fix=f"budget_bytes = {least}, or a smaller micro_batch",
+                )
+            ]
+        )
+    chosen: list[Mode] = ["none"] * len(known)
+    while sum(block[mode].held_bytes for block, mode in zip(known, chosen, strict=True)) > budget_bytes:
+        _, index, mode = max(
+            (_saved_per_flop(block[chosen[index]], cost), -index, mode)
+            for index, block in enumerate(known)
+            for mode, cost in block.items()
+            if cost.held_bytes < block[chosen[index]].held_bytes
+        )
+        chosen[-index] = mode
+    return chosen
+
+
+def _saved_per_flop(now: Cost, then: Cost) -> float:
+    more_flops = then.recomputed_flops - now.recomputed_flops
+    return (now.held_bytes - then.held_bytes) / more_flops if more_flops > 0 else math.inf
