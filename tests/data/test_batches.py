@@ -25,6 +25,7 @@ def epoch_of(windows: Windows, position: Position) -> tuple[list[list[int]], Pos
     epoch = after.epoch
     taken: list[list[int]] = []
     while after.epoch == epoch:
+        assert len(taken) < windows.count
         taken.append(ids.tolist())
         position = after
         ids, after = windows.at(position)
