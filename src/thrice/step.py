@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thrice.data.batches import Batch
 from thrice.errors import DataError, Diverged
+from thrice.model.mode import evaluating
 from thrice.runtime.session import Session, scalar
 
 
@@ -61,8 +62,8 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     norm_tensor = torch.nn.utils.get_total_norm(gradients)
     norm = scalar(norm_tensor)
 
-    # step or skip
-    if not math.isfinite(norm):
+    # step or skip; a loss that is not finite can have a finite gradient, and no loss scale is to blame for it
+    if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         if scaler is None or not math.isfinite(loss):
             raise _not_finite(session, window, losses, norm)
@@ -101,28 +102,33 @@ def _forward_backward(session: Session, batch: Batch, divisor: float) -> Tensor:
 def _not_finite(session: Session, window: Sequence[Batch], losses: Sequence[Tensor], norm: float) -> Exception:
     """Names the samples behind a loss or gradient that is not finite; nothing was updated."""
     step = session.progress.step + 1
-    bad = [batch for batch, loss in zip(window, losses, strict=True) if not math.isfinite(float(loss))]
-    ids = ", ".join(str(i) for batch in bad or window for i in batch.sample_ids[:8])
-    for batch in bad:
-        if batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all()):
-            return DataError(
-                f"the data of step {step} holds values that are not finite (samples {ids}); nothing was updated\n"
-                "  clean or drop those samples"
-            )
+    rows = [(sample, row) for batch in window for sample, row in zip(batch.sample_ids, batch.inputs, strict=True)]
+    spoilt = [sample for sample, row in rows if not bool(row.isfinite().all())]
+    if spoilt:
+        return DataError(
+            f"the data of step {step} holds values that are not finite (samples {_listed(spoilt)}); nothing was "
+            "updated\n  clean or drop those samples"
+        )
+    bad = [batch for batch, loss in zip(window, losses, strict=True) if not math.isfinite(scalar(loss))]
     what = "the loss" if bad else f"the gradient (norm {norm})"
+    samples = _listed([sample for batch in bad or window for sample in batch.sample_ids])
     return Diverged(
-        f"{what} of step {step} is not finite (samples {ids}); nothing was updated\n  lower lr or warm up longer"
+        f"{what} of step {step} is not finite (samples {samples}); nothing was updated\n  lower lr or warm up longer"
     )
+
+
+def _listed(samples: Sequence[int]) -> str:
+    more = f" and {len(samples) - 8} more" if len(samples) > 8 else ""
+    return ", ".join(map(str, samples[:8])) + more
 
 
 @torch.no_grad()
 def evaluate(session: Session, batches: Iterable[Batch]) -> tuple[float, int]:
     """(mean loss in nats, targets) over the batches, each counted once; the model's mode comes back."""
     total, count = 0.0, 0
-    session.model.eval()
-    for batch in batches:
-        with session.compute():
-            total += scalar(session.loss(session.model(batch.inputs), batch.targets))
-        count += batch.count
-    session.model.train()
+    with evaluating(session.model):
+        for batch in batches:
+            with session.compute():
+                total += scalar(session.loss(session.model(batch.inputs), batch.targets))
+            count += batch.count
     return (total / count if count else math.nan), count

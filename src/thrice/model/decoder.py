@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from thrice.model.attention import causal_attention, rotary_tables, rotate
 from thrice.model.initialise import initialise, materialise
+from thrice.model.mode import evaluating
 from thrice.spec.job import Decoder as DecoderSpec
 
 
@@ -140,11 +141,9 @@ def generate(model: nn.Module, prompt: Tensor, *, new_tokens: int, positions: in
     """
     generator = Generator(device=prompt.device).manual_seed(seed)
     tokens = prompt
-    was_training = model.training
-    model.eval()
-    for _ in range(new_tokens):
-        logits = model(tokens[None, -positions:])[0, -1].float()
-        choice = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
-        tokens = torch.cat((tokens, choice))
-    model.train(was_training)
+    with evaluating(model):
+        for _ in range(new_tokens):
+            logits = model(tokens[None, -positions:])[0, -1].float()
+            choice = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
+            tokens = torch.cat((tokens, choice))
     return tokens
