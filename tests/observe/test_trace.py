@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 from functools import partial
 
@@ -171,22 +172,18 @@ def state_tensors(optimizer):
     return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
 
-def profiled_peak(run, *static):
-    """Peak of the bytes PyTorch's own profiler sees, on top of the tensors that are there before."""
-    before = nbytes(tensor for tensors in static for tensor in tensors)
+def profiled_changes(run):
+    """Bytes taken (+) and given back (-), in order, as PyTorch's own profiler sees them."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return before + peak
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def profiled_step_peak(step):
-    model, batches = step.model, [tensor for batch in step.batches for tensor in batch]
-    return profiled_peak(step, model.parameters(), model.buffers(), state_tensors(step.optimizer), batches)
+    batches = [tensor for batch in step.batches for tensor in batch]
+    static = [*step.model.parameters(), *step.model.buffers(), *state_tensors(step.optimizer), *batches]
+    return nbytes(static) + max(itertools.accumulate(profiled_changes(step)))
 
 
 DECODERS = {
@@ -230,43 +227,58 @@ def test_fake_tensors_give_what_real_ones_give(recompute, bf16):
     assert fake.flops_by_operator == real.flops_by_operator
 
 
-@pytest.mark.parametrize("graph", ["twice", "view", "expanded", "transposed", "custom", "kept"])
-def test_sums_of_gradients_are_counted_as_autograd_does_them_untraced(graph):
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
 
-        @staticmethod
-        def backward(ctx, gradient):
-            return (gradient + gradient) + gradient
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + gradient
 
-    weight = nn.Parameter(torch.randn(64, 64))
-    kept = []
+
+KEPT = []
+
+
+def kept_gradient(x):
+    y = x + x.sin()
+    y.register_hook(KEPT.append)
+    return y.exp().sum()
+
+
+# What is made last is run backward first: its gradient is the one that the other is added to.
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(lambda x: (x.sin() + x.cos() + x.exp()).sum(), id="twice"),
+        pytest.param(lambda x: (x + x.sin()).exp().sum(), id="residual"),
+        pytest.param(kept_gradient, id="kept"),
+        pytest.param(lambda x: x.exp().sum() + x.sum(), id="expanded"),
+        pytest.param(lambda x: x.exp().sum() + x.sum(0).exp().sum(), id="expanded-alone"),
+        pytest.param(lambda x: x.exp().sum() + x.exp().t().sin().sum(), id="transposed"),
+        pytest.param(lambda x: (x.t() @ x + (x @ x).t()).sin().sum(), id="products"),
+        pytest.param(lambda x: x[:32].exp().sum() + x[32:].sin().sum() + x.sin().sum(), id="slices"),
+        pytest.param(lambda x: x.exp().sum() + Double.apply(x.exp()).sin().sum(), id="custom"),
+    ],
+)
+def test_sums_of_gradients_are_counted_as_autograd_does_them_untraced(loss):
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(64, 64))
 
     def run():
-        x = weight.clone()
-        if graph == "kept":
-            x.register_hook(lambda gradient: kept.append(gradient))
-        loss = {
-            "twice": lambda: (x.sin() + x.cos() + x.exp()).sum(),
-            "view": lambda: x[:32].exp().sum() + x[32:].sin().sum() + x.sum(),
-            "expanded": lambda: x.sum() + x.mean() + x.exp().sum(),
-            "transposed": lambda: (x.t() @ x + (x @ x).t()).sin().sum(),
-            "custom": lambda: (Double.apply(x) + x.exp()).sum(),
-            "kept": lambda: (x.sin() * x + x).sum(),
-        }[graph]()
-        loss.backward()
-        kept.clear()
-        weight.grad = None
+        loss(module.weight.clone()).backward()
+        KEPT.clear()
+        module.weight.grad = None
 
-    expected = profiled_peak(run, [weight])
-    module = nn.Module()
-    module.weight = weight
+    def large(changes):  # not the scalars: the losses, and numbers that are tensors only to autograd
+        return [change for change in changes if abs(change) > 64]
+
     tracer = Tracer(module)
     with tracer:
         run()
-    assert tracer.trace().peak_bytes == expected
+    changes = large(change for _, _, change in tracer._events)
+    assert changes[0] == module.weight.nbytes
+    assert changes[1:] == large(profiled_changes(run))
 
 
 def block_flops():
@@ -307,12 +319,14 @@ def test_categories_are_the_known_bytes_and_nothing_is_left_over():
     assert trace.at_peak["buffers"] == nbytes(step.model.buffers())
     assert trace.at_peak["gradients"] == weights  # in the second micro-batch
     assert trace.at_peak["optimizer_states"] == 2 * weights + 4 * count
+    inputs = nbytes(tensor for batch in step.batches for tensor in batch)
+    assert all(point.bytes["inputs"] == inputs for point in trace.timeline if point.phase != "forward")
     assert trace.at_end == {
         **dict.fromkeys(CATEGORIES, 0),
         "parameters": weights,
         "buffers": trace.at_peak["buffers"],
         "optimizer_states": trace.at_peak["optimizer_states"],
-        "inputs": nbytes(tensor for batch in step.batches for tensor in batch),
+        "inputs": inputs,
     }
 
 

@@ -7,7 +7,6 @@ subclasses such as fake tensors. A trace has to tell which of the sums it sees w
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any, Literal
 
@@ -39,9 +38,10 @@ def caller() -> Caller:
     return "engine" if direct else "function"
 
 
-def sums_in_place(operator: Any, args: tuple[Any, ...]) -> bool:
+def sums_in_place(operator: Any, args: tuple[Any, ...], sole_owner: tuple[int, ...]) -> bool:
     """Whether the engine, which called the operator, would do it in place if no dispatch mode were on.
 
+    Meant to be called by `__torch_dispatch__` itself; `sole_owner` is what `sole_owner_counts` returned.
     A C++ derivative formula that adds two tensors looks the same and is taken for one; the operators of
     the models here have none.
     """
@@ -50,7 +50,7 @@ def sums_in_place(operator: Any, args: tuple[Any, ...]) -> bool:
         and isinstance(args[1], torch.Tensor)
         and not torch.is_grad_enabled()
         and _is_dense(args[0])
-        and _use_counts(args[0]) == sole_owner_counts()
+        and _use_counts(args[0]) == sole_owner
     )
 
 
@@ -65,14 +65,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """How often a tensor and its storage are held."""
+def _use_counts(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How often a tensor, its storage and its Python object are held."""
     storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    storage_count = torch._C._storage_Use_Count(storage._cdata)
+    tensor_count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return tensor_count, storage_count, sys.getrefcount(tensor)
 
 
 class _SumProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    counts: tuple[int, int] = (0, 0)
+    counts: tuple[int, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor:
@@ -80,9 +82,8 @@ class _SumProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@functools.cache
-def sole_owner_counts() -> tuple[int, int]:
-    """The use counts, seen from a dispatch mode, of a gradient that only the engine holds: by making one."""
+def sole_owner_counts() -> tuple[int, ...]:
+    """The counts, seen from `__torch_dispatch__`, of a gradient that only the engine holds: by making one."""
     probe = _SumProbe()  # type: ignore[no-untyped-call]
     with torch.enable_grad(), probe:
         leaf = torch.ones(2, requires_grad=True)

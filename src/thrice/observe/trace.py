@@ -132,6 +132,7 @@ class Tracer(TorchDispatchMode):
         self.flops = 0
         self.workspaces = {} if workspaces is None else workspaces
         self._fake = False
+        self._sole_owner: tuple[int, ...] = ()
         self._live_bytes = 0
         self._model = model
         self._optimizers = optimizers
@@ -176,7 +177,7 @@ class Tracer(TorchDispatchMode):
         )
 
     def __enter__(self) -> Tracer:
-        sole_owner_counts()
+        self._sole_owner = sole_owner_counts()
         self._fake = isinstance(torch.empty(0), FakeTensor)
         self._claim_static()
         self._add_hooks()
@@ -209,10 +210,8 @@ class Tracer(TorchDispatchMode):
     def _add_hooks(self) -> None:
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
-                # Before any hook that uses the gradient up, such as an optimizer in the backward.
-                handle.hooks_dict_ref().move_to_end(handle.id, last=False)
-                self._undo.append(handle.remove)
+                hook = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                self._undo.append(hook.remove)
         for optimizer in self._optimizers:
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
@@ -255,7 +254,7 @@ class Tracer(TorchDispatchMode):
         if func is not torch.ops.aten.lift_fresh.default:  # what torch.tensor() makes in the step is no input
             for tensor in _tensors((args, kwargs)):
                 self._follow(tensor.untyped_storage(), INPUTS)
-        in_place = called_by == "engine" and sums_in_place(func, args)
+        in_place = called_by == "engine" and sums_in_place(func, args, self._sole_owner)
         output, workspace_bytes = self._run(func, args, kwargs)
         if in_place:
             self._take_over(args[0].untyped_storage(), output.untyped_storage())
