@@ -42,27 +42,15 @@ def sums_in_place(operator: Any, args: tuple[Any, ...], sole_owner: tuple[int, .
     """Whether the engine, which called the operator, would do it in place if no dispatch mode were on.
 
     Meant to be called by `__torch_dispatch__` itself; `sole_owner` is what `sole_owner_counts` returned.
-    A C++ derivative formula that adds two tensors looks the same and is taken for one; the operators of
-    the models here have none.
+    A sum into a view never is: the view keeps its base, so their storage has two holders. A derivative formula
+    in C++ that adds two tensors looks the same and is taken for such a sum; no common operator has one.
     """
     return (
         operator is torch.ops.aten.add.Tensor
         and isinstance(args[1], torch.Tensor)
         and not torch.is_grad_enabled()
-        and _is_dense(args[0])
         and _use_counts(args[0]) == sole_owner
     )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether every element has a place of its own and there are no gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _use_counts(tensor: torch.Tensor) -> tuple[int, ...]:
