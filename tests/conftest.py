@@ -1,0 +1,25 @@
+"""What several test files share: a small real corpus, cached in a folder of the test run's own."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the models are tiny, and two threads on a busy core wait for each other
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of about 9 kB of real text: 286 samples of 32 bytes."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text(inspect.getsource(argparse)[:9_200], encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THRICE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
