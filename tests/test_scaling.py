@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from plain import distance, gradients_taken, job, same, session, state, window
-from thrice import checkpoint
 from thrice.errors import Diverged
 from thrice.optim.scaler import LossScaler
-from thrice.runtime import store
 from thrice.spec.job import Optimizer, Schedule
 from thrice.step import train_step
 from thrice.techniques.precision import Precision
@@ -179,24 +176,6 @@ def test_the_scaler_goes_through_its_state_whole():
     again = scaler(1.0)
     again.load_state_dict(loaded.state_dict())
     assert again.skipped_in_row == 1
-
-
-def test_the_scaler_goes_through_a_checkpoint(tmp_path):
-    ours = session(fp16(growth_interval=3, initial_scale=512.0))
-    switch = overflow(ours)
-    for bad in (1, 0, 0):
-        switch["on"] = bool(bad)
-        train_step(ours, window(4, 4, seed=bad))
-    assert ours.scaler.state_dict() == {"scale": 256.0, "good_steps": 2, "skipped_in_row": 0}
-    checkpoint.save(ours, tmp_path, "corpus")
-    loaded = session(fp16(growth_interval=3, initial_scale=512.0))
-    path, _ = store.latest(tmp_path)
-    checkpoint.restore(loaded, path, "corpus")
-    assert loaded.scaler == ours.scaler
-    assert replace(loaded.progress) == ours.progress
-    assert train_step(loaded, window(4, 4)) == train_step(ours, window(4, 4))
-    assert loaded.scaler.scale == 512.0
-    assert same(state(loaded), state(ours))
 
 
 def test_unscaling_nothing_is_nothing():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from thrice.errors import ConfigError
 from thrice.model.decoder import build_decoder
 from thrice.optim.build import build_optimizer, parameter_groups
 from thrice.optim.rounded import RoundedAdamW, RoundedSGD
@@ -130,6 +131,13 @@ def test_frozen_parameters_stay():
     before = copy.deepcopy(ours.frozen.state_dict())
     run(ours, build_optimizer(ours, Optimizer(), lr=LR, seed=0), RATES)
     assert all(torch.equal(before[name], tensor) for name, tensor in ours.frozen.state_dict().items())
+
+
+@pytest.mark.parametrize("rounding", [None, "stochastic"])
+def test_a_model_with_nothing_to_train_is_refused(rounding):
+    with pytest.raises(ConfigError, match="nothing to train") as error:
+        build_optimizer(model().requires_grad_(False), Optimizer(), lr=LR, seed=0, rounding=rounding)
+    assert "Mixed" in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", RoundedAdamW), ("sgd", RoundedSGD)])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thrice.errors import ConfigError, Problem
 from thrice.optim.rounded import RoundedAdamW, RoundedSGD, Rounding
 from thrice.spec.job import Optimizer as OptimizerSpec
 
@@ -28,9 +29,20 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """torch's own optimizer, or ours where parameters are stored in bfloat16 and `rounding` says how.
 
-    `seed` is stochastic rounding's.
+    `seed` is stochastic rounding's. Raises ConfigError where no parameter is trainable.
     """
     groups = parameter_groups(model, spec.weight_decay)
+    if not groups:
+        raise ConfigError(
+            [
+                Problem(
+                    key="model",
+                    value=type(model).__name__,
+                    why="none of its parameters requires a gradient, so there is nothing to train",
+                    fix="requires_grad_(True) on what is to be trained",
+                )
+            ]
+        )
     if rounding is not None:
         if spec.name == "adamw":
             return RoundedAdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps, rounding=rounding, seed=seed)
