@@ -6,7 +6,7 @@ depend on how the optimizer groups its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from thrice.errors import CheckpointError, UsageError
 from thrice.runtime import store
 from thrice.runtime.session import Progress, Session
 from thrice.spec.dump import dump
+from thrice.techniques.precision import Precision
 
 FIXED = (
     "model", "corpus", "tokenizer", "sequence", "global_batch", "last_window", "seed", "decoder",
@@ -28,8 +29,11 @@ FIXED = (
 and is said aloud."""
 
 
-def save(session: Session, folder: Path, corpus: str) -> Path:
-    """Writes the checkpoint of the session's step; `corpus` is the fingerprint of its data."""
+def save(session: Session, folder: Path, *, corpus: str, metrics_rows: int) -> Path:
+    """Writes the checkpoint of the session's step.
+
+    `corpus` is the fingerprint of its data; `metrics_rows` how many rows its metrics.jsonl has by now.
+    """
     state = {
         "progress": asdict(session.progress),
         "scaler": session.scaler.state_dict() if session.scaler is not None else None,
@@ -37,6 +41,7 @@ def save(session: Session, folder: Path, corpus: str) -> Path:
         "job": dump(session.job),
         "ledger": session.ledger.as_dict(),
         "corpus": corpus,
+        "metrics_rows": metrics_rows,
         "torch": torch.__version__,
     }
     tensors = {
@@ -47,8 +52,34 @@ def save(session: Session, folder: Path, corpus: str) -> Path:
     return store.save(folder, session.progress.step, tensors, state, keep_last=session.job.checkpoint.keep_last)
 
 
-def restore(session: Session, path: Path, corpus: str) -> list[str]:
-    """Puts the checkpoint `path` into the session; returns a line for each setting that is not the saved one.
+def resume(session: Session, folder: Path, *, corpus: str, say: Callable[[str], None]) -> int | None:
+    """Puts the latest checkpoint in `folder` that loads into the session, and says what it did.
+
+    Returns the rows of metrics.jsonl at that time, or None where there is no checkpoint yet: the session is as
+    it was. Raises CheckpointError where there are some and none can be used, and what `restore` raises.
+    """
+    path, rejected = store.latest(folder)
+    for line in rejected:
+        say(f"resume     rejected {line}")
+    if path is None and rejected:
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} can be used ({len(rejected)} rejected, each named above)\n"
+            "  nothing was changed: put a good one there, or start a new run with another run_dir"
+        )
+    if path is None:
+        say(f"resume     {folder.parent} has no checkpoint yet: starting from the beginning")
+        return None
+    changed, rows = restore(session, path, corpus)
+    for line in changed:
+        say(f"resume     changed {line}")
+    say(f"resume     from {path}, after step {session.progress.step}")
+    return rows
+
+
+def restore(session: Session, path: Path, corpus: str) -> tuple[list[str], int]:
+    """Puts the checkpoint `path` into the session.
+
+    Returns a line for each setting that is not the saved one, and the rows of metrics.jsonl at that time.
 
     Raises CheckpointError for one that does not fit the model, and UsageError where the job differs in what
     must stay. Nothing in the session has changed then.
@@ -57,10 +88,10 @@ def restore(session: Session, path: Path, corpus: str) -> list[str]:
     changed = _changes(state, session, corpus)
     forbidden = [key for key in changed if key in FIXED or key.partition(".")[0] in FIXED]
     if forbidden:
-        lines = "\n".join(f"  {key}: {changed[key][0]}, now {changed[key][1]}" for key in forbidden)
         raise UsageError(
-            f"{path} is of another run: what must stay for a run to go on has changed\n{lines}\n"
-            "  restore those values, or start a new run with another run_dir"
+            f"the run cannot go on from {path}: what has to stay as it was has changed\n"
+            + "".join(f"  {_changed(key, *changed[key])}\n" for key in forbidden)
+            + "  put those values back, or start a new run with another run_dir"
         )
     weights = dict(session.model.named_parameters()) | dict(_buffers(session.model))
     _check_fit(path, weights, tensors["weights"])
@@ -75,7 +106,12 @@ def restore(session: Session, path: Path, corpus: str) -> list[str]:
     torch.set_rng_state(tensors["random"]["cpu"])
     if session.device.type != "cpu" and session.device.type in tensors["random"]:
         torch.get_device_module(session.device).set_rng_state(tensors["random"][session.device.type])
-    return [f"{key}: {was}, now {now}" for key, (was, now) in changed.items()]
+    return [_changed(key, was, now) for key, (was, now) in changed.items()], state["metrics_rows"]
+
+
+def _changed(key: str, was: str, now: str) -> str:
+    shown = "data (SHA-256 of its tokens)" if key == "corpus" else key
+    return f"{shown}: saved {was}, now {now}"
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -130,11 +166,14 @@ def _changes(state: dict[str, Any], session: Session, corpus: str) -> dict[str, 
     """Dotted key -> (saved, current) of each setting that differs."""
     was, now = _flat(state["job"]), _flat(dump(session.job))
     # said otherwise, but the same: where it is kept, where the data lies, and how the batch was spelt
-    for key in ("run_dir", "data", "global_batch"):
+    for key in ("run_dir", "data", "global_batch", "micro_batch", "grad_accum_steps"):
         was.pop(key, None)
         now.pop(key, None)
-    was |= {"global_batch": str(state["ledger"]["global_batch"]), "corpus": state["corpus"][:12]}
-    now |= {"global_batch": str(session.ledger.global_batch), "corpus": corpus[:12]}
+    for key in ("global_batch", "micro_batch"):
+        was[key], now[key] = str(state["ledger"][key]), str(session.ledger.as_dict()[key])
+    was["corpus"], now["corpus"] = state["corpus"][:12], corpus[:12]
+    for settings in (was, now):
+        settings.setdefault("precision.mode", f'"{Precision().mode}"')  # what no precision means
     return {
         key: (was.get(key, "not given"), now.get(key, "not given")) for key in was | now if was.get(key) != now.get(key)
     }

@@ -5,11 +5,13 @@ Modules that need torch are imported by the command that uses them: `thrice --he
 
 from __future__ import annotations
 
-import json
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 
 from thrice.errors import Interrupted, ThriceError, UsageError, VerificationFailed
@@ -30,7 +32,7 @@ thrice: train large models on the hardware you have, with proof that it is the s
   thrice init [FILE]                      write a commented starter file (default thrice.toml)
 
   --KEY VALUE   any key of the file: --max_steps 30, --max-steps 30, --precision bf16, --decoder.layers 6
-  --json        machine-readable output (verify, train --dry-run)
+  --json        machine-readable output (verify, and train with --dry-run)
   --debug       the full traceback when something fails
   --help, --version
 
@@ -45,87 +47,139 @@ SWITCHES = {
 }
 
 
+PIPE_CLOSED = 141
+"""128 + SIGPIPE: what a shell reports of a program whose reader has gone."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sign that the terminal lacks ends no run
+    try:
+        try:
+            code = _dispatch(arguments)
+        except ThriceError as error:
+            code = _failed(error, arguments)
+        except KeyboardInterrupt:
+            code = _failed(Interrupted("interrupted before any step; nothing was lost"), arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        unforeseen = (
+            f"{type(error).__name__}: {error}\n  at {where.filename}:{where.lineno}; --debug shows how it came there"
+        )
+        return _failed(ThriceError(unforeseen), arguments, error)
+
+
+def _dispatch(arguments: list[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments or arguments[0] == "help":
         print(HELP, end="")
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"thrice {version('thrice')}")
+        print(f"thrice {_version()}")
         return 0
-    debug = "--debug" in arguments
-    try:
-        _dispatch(arguments)
-        sys.stdout.flush()
-    except ThriceError as error:
-        return _failed(error, debug)
-    except KeyboardInterrupt:
-        return _failed(Interrupted("interrupted before a step was finished; nothing was lost"), debug)
-    except BrokenPipeError:  # the reader of our output has gone: not an error of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def _dispatch(arguments: list[str]) -> None:
-    command, *rest = arguments
+    command, *words = arguments
     if command not in SWITCHES:
-        known = ", ".join(SWITCHES)
-        raise UsageError(f"{command!r} is not a command\n  there are: {known}; see thrice --help")
-    switches = {word for word in rest if word in SWITCHES[command]}
-    rest = [word for word in rest if word not in switches]
-    file = rest.pop(0) if rest and not rest[0].startswith("-") else None
+        near = get_close_matches(command, SWITCHES, n=1)
+        meant = f"did you mean thrice {near[0]}? " if near else ""
+        raise UsageError(f"{command!r} is not a command\n  {meant}there are: {', '.join(SWITCHES)}; see thrice --help")
+    file, rest, switches = _sorted_out(command, words)
     if command == "init":
         _init(file, rest)
     elif command == "verify":
         _verify(file, parse_flags(rest), switches)
     else:
         _train(file, parse_flags(rest), switches)
+    return 0
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("thrice")
+    except PackageNotFoundError:
+        return "(from a source folder, not installed)"
+
+
+def _sorted_out(command: str, words: list[str]) -> tuple[str | None, list[str], set[str]]:
+    """(FILE, the flags with their values, the switches). Raises UsageError for a word that is none of these."""
+    everywhere = set().union(*SWITCHES.values())
+    switches: set[str] = set()
+    rest: list[str] = []
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        name = word.replace("_", "-")
+        near = get_close_matches(name, SWITCHES[command], n=1, cutoff=0.8)
+        if name in SWITCHES[command]:
+            switches.add(name)
+        elif name in everywhere:
+            raise UsageError(f"{word}: {command} has no such switch\n  it has: {', '.join(sorted(SWITCHES[command]))}")
+        elif word.startswith("--") and "=" not in word and after.startswith("--") and near:
+            raise UsageError(f"{word}: there is no such switch\n  did you mean {near[0]}?")
+        else:
+            rest.append(word)
+    file = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    for before, word in pairwise(["", *rest]):
+        if not word.startswith("-") and (not before.startswith("--") or "=" in before):
+            raise UsageError(
+                f"{word!r}: a --KEY was expected here\n"
+                f"  FILE comes before the flags: thrice {command} FILE --KEY VALUE; several values of one key are "
+                "joined by commas: --data a.txt,b.txt"
+            )
+    return file, rest, switches
 
 
 def _train(file: str | None, overrides: list[tuple[str, str]], switches: set[str]) -> None:
     from thrice.job_file import load_job
     from thrice.spec.dump import dump
 
-    if file is None and "--resume" in switches:
+    if "--json" in switches and "--dry-run" not in switches:
+        raise UsageError(
+            "--json: train prints a log; only --dry-run has a machine-readable form\n"
+            "  a run's numbers are in its folder: metrics.jsonl, a line for each step, and record.json"
+        )
+    resume = "--resume" in switches
+    if file is None and resume:
         file = _job_of_run(overrides)
     job = load_job(file, overrides)
     if "--print-config" in switches:
         print(dump(job), end="")
         return
     if "--dry-run" in switches:
-        from thrice.report.terminal import dry_run, dry_run_dict, dry_run_lines
+        from thrice.report.terminal import as_json, dry_run, dry_run_dict, dry_run_lines
 
         dry = dry_run(job)
-        print(json.dumps(dry_run_dict(dry), indent=1) if "--json" in switches else "\n".join(dry_run_lines(dry)))
+        print(as_json(dry_run_dict(dry)) if "--json" in switches else "\n".join(dry_run_lines(dry)))
         return
     from thrice.diagnose import explained
+    from thrice.report.terminal import printable
     from thrice.train import train
 
-    with explained(job):
-        outcome = train(job, resume="--resume" in switches, trace="--trace" in switches, say=_say)
+    outcome = explained(job, lambda: train(job, resume=resume, trace="--trace" in switches, say=_say), resuming=resume)
     validation = "none held out" if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}"
     print(f"\ndone       {outcome.steps} steps · validation loss {validation} · {outcome.run_dir}")
-    print(f"\na sample of what it writes:\n{outcome.sample}")
+    print(f"\na sample of what it writes:\n{printable(outcome.sample)}")
 
 
 def _verify(file: str | None, overrides: list[tuple[str, str]], switches: set[str]) -> None:
     from thrice.data.load import load_data
     from thrice.diagnose import explained
     from thrice.job_file import load_job
-    from thrice.report.terminal import certificate_table
+    from thrice.report.terminal import as_json, certificate_table
     from thrice.verify import verify
 
-    steps = [value for key, value in overrides if key == "steps"] or ["4"]
-    if not steps[-1].isdigit() or int(steps[-1]) < 1:
-        raise UsageError(f"--steps {steps[-1]}: a whole number of optimizer steps is wanted, 1 or more")
+    given = [value for key, value in overrides if key == "steps"] or ["4"]
+    if not given[-1].isdecimal() or int(given[-1]) < 1:
+        raise UsageError(f"--steps {given[-1]}: a whole number of optimizer steps is wanted, 1 or more")
     job = load_job(file, [pair for pair in overrides if pair[0] != "steps"])
-    with explained(job):
-        certificate = verify(job, load_data(job), steps=int(steps[-1]))
+    certificate = explained(job, lambda: verify(job, load_data(job), steps=int(given[-1])))
     if "--json" in switches:
-        print(json.dumps(certificate.as_dict(), indent=1))
+        print(as_json(certificate.as_dict()))
     else:
         certificate_table(certificate)
     first = certificate.first_difference
@@ -143,6 +197,10 @@ def _init(file: str | None, rest: list[str]) -> None:
     if rest:
         raise UsageError(f"init takes a file name and nothing else, not {' '.join(rest)}")
     path = Path(file or "thrice.toml")
+    if path.suffix != ".toml":
+        raise UsageError(
+            f"{path}: what init writes is TOML, and train goes by the name\n  thrice init {path.stem}.toml"
+        )
     try:
         with path.open("x", encoding="utf-8") as target:
             target.write(starter())
@@ -156,7 +214,7 @@ def _init(file: str | None, rest: list[str]) -> None:
 def _job_of_run(overrides: list[tuple[str, str]]) -> str | None:
     """A run that goes on without a file goes on with its own."""
     folder = ([value for key, value in overrides if key == "run_dir"] or ["runs/quickstart"])[-1]
-    job = Path(folder) / "job.toml"
+    job = Path(folder).expanduser() / "job.toml"
     return str(job) if job.is_file() else None
 
 
@@ -164,10 +222,10 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _failed(error: ThriceError, debug: bool) -> int:
-    if debug:
-        traceback.print_exception(error)
+def _failed(error: ThriceError, arguments: Sequence[str], cause: Exception | None = None) -> int:
     sys.stdout.flush()
+    if "--debug" in arguments:
+        traceback.print_exception(cause or error)
     print(f"thrice: {error}", file=sys.stderr)
     return error.exit_code
 

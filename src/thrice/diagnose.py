@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 
@@ -21,78 +23,106 @@ from thrice.spec.job import Job
 from thrice.techniques.precision import Precision
 from thrice.techniques.recompute import Recompute
 
-ALLOCATOR_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+T = TypeVar("T")
+
+ALLOCATOR_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch, numpy or the interpreter could not get memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError | OSError) and any(m in str(error) for m in ALLOCATOR_MESSAGES)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in ALLOCATOR_MESSAGES)
 
 
-@contextmanager
-def explained(job: Job) -> Iterator[None]:
-    """Turns running out of memory inside into OutOfMemory, with its reason and what would fit."""
+def explained(job: Job, act: Callable[[], T], *, resuming: bool = False) -> T:
+    """What `act` returns; where it runs out of memory, OutOfMemory with its reason and what would fit.
+
+    `resuming` says that the run goes on from a checkpoint, whose precision cannot change.
+    """
     try:
-        yield
-        return
+        return act()
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-    # out here the failed step's frames, and the tensors they hold, are gone: a rehearsal has room
+        reason = _reason(error)
+    # not above, nor in a context manager: there the error still holds the failed step's frames, and they its
+    # tensors; here they are gone, and a rehearsal has room
     gc.collect()
-    vocabulary = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder()).vocabulary
-    raise out_of_memory(job, vocabulary, reason)
+    raise out_of_memory(job, reason, resuming=resuming)
 
 
-def out_of_memory(job: Job, vocabulary: int, reason: str) -> OutOfMemory:
+def _reason(error: BaseException) -> str:
+    wanted = re.search(r"allocate (\d+) bytes", str(error))
+    if wanted:
+        return f"{memory.shown(int(wanted[1]))} more could not be had"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def out_of_memory(job: Job, reason: str, *, resuming: bool = False) -> OutOfMemory:
     """The error for a job that ran out: planned bytes beside what the process used, and three ranked fixes."""
-    device = default_device()
+    used, limit = memory.used_of(default_device())
     lines = [
         f"out of memory: {reason}",
-        f"  used at the most {memory.shown(memory.peak_bytes(device))} of "
-        f"{memory.shown(memory.limit_bytes(device))} by the whole process",
+        f"  used      {memory.shown(used)} at the most, of {memory.shown(limit)}, by the whole process",
     ]
     try:
+        vocabulary = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder()).vocabulary
         trace = rehearse(job, vocabulary).trace
-        lines += [f"  one step needs {memory.shown(trace.peak_bytes)} of tensors: {by_category(trace)}"]
-        lines += ["  what needs less, the model and the algorithm unchanged:"]
-        for change, needed in ranked_fixes(job, vocabulary)[:3]:
-            lines += [f"    {memory.shown(needed):>10}  {change}"]
-    except (MemoryError, RuntimeError) as error:
+        lines.append(f"  planned   {memory.shown(trace.peak_bytes)} of tensors for one step: {by_category(trace)}")
+        fixes = ranked_fixes(job, vocabulary, trace.peak_bytes, resuming=resuming)[:3]
+        if fixes:
+            lines.append("  the same training in less, by rehearsal (smallest first); add one of these:")
+            lines += [f"    {memory.shown(needed):>10}  {flags}" for flags, needed in fixes]
+        else:
+            lines.append("  no technique of this version needs less; a smaller model or sequence does")
+    except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        lines += ["  not even a rehearsal has room; `thrice train --dry-run` elsewhere says what it needs"]
+        lines.append("  not even a rehearsal has room; `thrice train --dry-run` elsewhere says what it needs")
     return OutOfMemory("\n".join(lines))
 
 
-def ranked_fixes(job: Job, vocabulary: int) -> list[tuple[str, int]]:
-    """(what to change, rehearsed peak bytes), the smallest first; only what needs less than the job as it is."""
-    now = rehearse(job, vocabulary).trace.peak_bytes
+def ranked_fixes(job: Job, vocabulary: int, now_bytes: int, *, resuming: bool = False) -> list[tuple[str, int]]:
+    """(flags to add, rehearsed peak bytes), the smallest first; only what is legal and needs less than now."""
     rehearsed = []
-    for change, other in _alternatives(job):
+    for flags, other in _alternatives(job):
+        if resuming and "--precision" in flags:
+            continue
         try:
             if not any(refuse(other)):
-                rehearsed.append((change, rehearse(other, vocabulary).trace.peak_bytes))
+                rehearsed.append((flags, rehearse(other, vocabulary).trace.peak_bytes))
         except ThriceError:
             continue  # a model that the technique cannot read is no fix
-    return sorted(((c, needed) for c, needed in rehearsed if needed < now), key=lambda fix: fix[1])
+    return sorted(((f, needed) for f, needed in rehearsed if needed < now_bytes), key=lambda fix: fix[1])
 
 
 def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
-    ledger = job.ledger()
-    smaller = replace(job, micro_batch=1, grad_accum_steps=None, global_batch=ledger.global_batch)
-    full, pure = Recompute(strategy="full"), Precision(mode="bf16-pure")
-    if ledger.micro_batch > 1:
-        yield f"--micro_batch 1 (grad_accum_steps becomes {ledger.global_batch})", smaller
-    yield "--recompute full", _with(job, full)
-    if ledger.micro_batch > 1:
-        yield "--micro_batch 1 --recompute full", _with(smaller, full)
-    yield "--precision bf16", _with(job, Precision(mode="bf16"))
-    yield "--precision bf16-pure", _with(job, pure)
-    yield "--precision bf16-pure --recompute full", _with(_with(job, full), pure)
+    batch = job.ledger().global_batch
+    smaller = replace(job, micro_batch=1, grad_accum_steps=batch, global_batch=batch)
+    cut = "--micro_batch 1"
+    cut += f" --global_batch {batch}" if job.global_batch is None else ""
+    cut += f" --grad_accum_steps {batch}" if job.grad_accum_steps is not None else ""
+    full, bf16, pure = Recompute(strategy="full"), Precision(mode="bf16"), Precision(mode="bf16-pure")
+    if job.ledger().micro_batch > 1:
+        yield cut, smaller
+        yield f"{cut} {_flags(job, full)}", _with(smaller, full)
+    yield _flags(job, full), _with(job, full)
+    yield _flags(job, bf16), _with(job, bf16)
+    yield _flags(job, pure), _with(job, pure)
+    yield f"{_flags(job, pure)} {_flags(job, full)}", _with(_with(job, full), pure)
+
+
+def _flags(job: Job, technique: Precision | Recompute) -> str:
+    """The flags that make the job's technique into this one, whatever more its table says."""
+    first, *others = (field.name for field in fields(technique))
+    flags = [f"--{technique.name} {getattr(technique, first)}"]
+    for old in job.techniques:
+        if old.name == technique.name:
+            flags += [f"--{old.name}.{key} none" for key in others if getattr(old, key) is not None]
+    return " ".join(flags)
 
 
 def _with(job: Job, technique: Precision | Recompute) -> Job:

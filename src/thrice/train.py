@@ -6,9 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,11 +16,12 @@ from thrice import checkpoint
 from thrice.compose import claim, compose
 from thrice.data.batches import Batch
 from thrice.data.load import Data, load_data
-from thrice.errors import CheckpointError, Diverged, Interrupted
+from thrice.errors import DataError, Diverged, Interrupted
 from thrice.model.decoder import generate
 from thrice.observe.trace import Trace, Tracer
 from thrice.run_folder import RunFolder
-from thrice.runtime import memory, store
+from thrice.runtime import memory
+from thrice.runtime.interrupt import noted_signals
 from thrice.runtime.session import Session
 from thrice.spec.dump import dump
 from thrice.spec.job import Job
@@ -50,27 +49,30 @@ def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = pri
     """Runs the job to its end in `job.run_dir`; progress goes to `say`, a line at a time.
 
     `resume` goes on from the folder's latest valid checkpoint, or starts where there is none yet. `trace`
-    follows one step's bytes and FLOPs into trace.json. Raises what the parts raise; Interrupted after SIGINT
-    or SIGTERM, the step finished and everything saved.
+    follows one step's bytes and FLOPs into trace.json. Raises what the parts raise, with every step saved that
+    was taken whole; Interrupted after SIGINT or SIGTERM.
     """
     folder = RunFolder(job.run_dir or "runs/run", resume=resume)
     data = load_data(job)
     session = compose(job, vocabulary=data.tokenizer.vocabulary)
     torch.manual_seed(key(job.seed, "dropout"))
+    rows = None
     if resume:
-        _resume(session, folder, data, say)
-    folder.create(dump(job), session.progress.step)
-    data.tokenizer.save(folder.path)
-    for line in describe(session, data):
-        say(line)
-    run = _Run(session=session, data=data, folder=folder, say=say, total=job.steps())
-    folder.write("record.json", run.record(None))
-    with _signals() as received:
-        run.loop(received, trace)
-    return run.finish()
+        rows = checkpoint.resume(session, folder.checkpoints, corpus=data.store.fingerprint, say=say)
+    if session.progress.step >= job.steps() and (measured := folder.measured()) is not None:
+        say(f"resume     the run is finished: {session.progress.step} of {job.steps()} steps, nothing is left to do")
+        return Outcome(**measured)
+    with folder.opened(dump(job), rows or 0):
+        data.tokenizer.save(folder.path)
+        for line in describe(session, data, folder):
+            say(line)
+        run = _Run(session=session, data=data, folder=folder, say=say, total=job.steps())
+        run.saved = run.reached() if rows is not None else None
+        folder.write("record.json", run.record(None))
+        return run.to_the_end(trace)
 
 
-def describe(session: Session, data: Data) -> Iterator[str]:
+def describe(session: Session, data: Data, folder: RunFolder) -> Iterator[str]:
     """What is about to run, for a person."""
     job, model = session.job, session.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -83,7 +85,7 @@ def describe(session: Session, data: Data) -> Iterator[str]:
     for name, line in session.applied.items():
         yield f"{name:<10} {line}"
     yield f"claim      {claim(job).name}: what `thrice verify` holds this run to"
-    yield f"run        {job.run_dir} · {job.steps():,} steps"
+    yield f"run        {folder.path} · {job.steps():,} steps"
 
 
 @dataclass(kw_only=True)
@@ -95,16 +97,33 @@ class _Run:
     folder: RunFolder
     say: Say
     total: int
+    saved: tuple[int, int] | None = None
+    """What `reached` was at the last checkpoint."""
     busy_s: float = 0.0
     """Time in steps, without evaluation and checkpoints."""
     busy_tokens: int = 0
     last: StepResult | None = None
     validation_loss: float | None = None
 
+    def reached(self) -> tuple[int, int]:
+        """(steps taken, windows skipped): how much of the run is behind."""
+        return self.session.progress.step, self.session.progress.skipped_steps
+
+    def to_the_end(self, trace: bool) -> Outcome:
+        try:
+            with noted_signals() as received:
+                self.loop(received, trace)
+            return self.finish()
+        except KeyboardInterrupt:
+            kept = f"step {self.saved[0]} is saved: --resume goes on from it" if self.saved else "nothing was saved yet"
+            raise Interrupted(f"stopped at once, {self.session.progress.step} steps were taken; {kept}") from None
+        except BrokenPipeError:  # whoever read our lines has gone: between two steps, as when interrupted
+            self.save()
+            raise
+
     def loop(self, received: list[int], trace: bool) -> None:
         session, job = self.session, self.session.job
         progress = session.progress
-        traced = trace and progress.step < self.total
         if progress.step < self.total:
             self.say(f"{'step':>7} {'loss':>8} {'lr':>9} {'grad_norm':>9} {'tok/s':>9} {'mfu':>5} {'mem(%)':>6} eta")
         first = progress.step
@@ -113,37 +132,49 @@ class _Run:
             window, after = self.data.window(progress.position)
             window = [batch.to(session.device) for batch in window]
             # the first step makes the optimizer's states; the second is like all that follow
-            if traced and (progress.step > first or self.total == first + 1):
+            if trace and (progress.step > first or self.total == first + 1):
                 with Tracer(session.model, session.optimizer) as tracer:
-                    result = self._step(window)
+                    result = self.step(window)
                 self._write_trace(tracer.trace())
-                traced = False
+                trace = not result.taken
             else:
-                result = self._step(window)
+                result = self.step(window)
             progress.position = after
             self._log(result, time.perf_counter() - before, first)
-            if result.taken:
-                if _due(progress.step, job.evaluation.every_steps) and progress.step < self.total:
+            if result.taken and progress.step < self.total:
+                if _due(progress.step, job.evaluation.every_steps):
                     self._evaluate()
-                if _due(progress.step, job.checkpoint.every_steps) and progress.step < self.total:
-                    self._save()
+                if _due(progress.step, job.checkpoint.every_steps):
+                    self.save()
+            if received or progress.step == self.total:
+                self.save()
             if received:
-                self._save()
-                name = signal.Signals(received[0]).name
                 raise Interrupted(
-                    f"{name} after step {progress.step}: the step was finished and saved; --resume goes on",
+                    f"{signal.Signals(received[0]).name} after step {progress.step}: the step was finished and saved\n"
+                    "  --resume goes on from it",
                     128 + received[0],
                 )
 
-    def _step(self, window: list[Batch]) -> StepResult:
+    def step(self, window: list[Batch]) -> StepResult:
         try:
             return train_step(self.session, window)
-        except Diverged:
-            self._save()  # nothing was updated: the last good state is this one
-            raise
+        except (Diverged, DataError) as error:  # nothing was updated
+            self.save()
+            raise type(error)(
+                f"{error}\n  the state after step {self.session.progress.step} is saved: --resume goes on from it"
+            ) from error
+
+    def save(self) -> None:
+        if self.saved != self.reached():
+            checkpoint.save(
+                self.session,
+                self.folder.checkpoints,
+                corpus=self.data.store.fingerprint,
+                metrics_rows=self.folder.rows,
+            )
+            self.saved = self.reached()
 
     def finish(self) -> Outcome:
-        self._save()
         self._evaluate()
         outcome = Outcome(
             run_dir=str(self.folder.path),
@@ -233,12 +264,17 @@ class _Run:
             for start in range(0, count, size)
         )
         loss, targets = evaluate(session, batches)
+        if not math.isfinite(loss):
+            raise self._diverged(f"the validation loss is {loss}")
         self.validation_loss = loss
         self.folder.log({"step": session.progress.step, "validation_loss": loss, "validation_tokens": targets})
         self.say(f"{session.progress.step:>7} {loss:>8.4f} validation, over {targets:,} tokens")
 
-    def _save(self) -> None:
-        checkpoint.save(self.session, self.folder.checkpoints, self.data.store.fingerprint)
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            f"{what} after step {self.session.progress.step}\n"
+            f"  lower lr or warm up longer; earlier checkpoints are in {self.folder.checkpoints}"
+        )
 
     def _write_trace(self, trace: Trace) -> None:
         self.folder.write("trace.json", {"step": self.session.progress.step, **trace.as_dict()})
@@ -255,6 +291,8 @@ class _Run:
         prompt = source.batch([0]).inputs[0, :32].to(session.device)
         positions = session.job.decoder.max_positions or session.job.sequence
         with session.compute():
+            if not bool(session.model(prompt[None]).isfinite().all()):
+                raise self._diverged("what the model puts out is not finite")
             tokens = generate(
                 session.model,
                 prompt,
@@ -267,45 +305,3 @@ class _Run:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _resume(session: Session, folder: RunFolder, data: Data, say: Say) -> None:
-    if not folder.checkpoints.is_dir():
-        say(f"resume     {folder.path} has no checkpoint yet: starting from the beginning")
-        return
-    path, rejected = store.latest(folder.checkpoints)
-    for line in rejected:
-        say(f"resume     rejected {line}")
-    if path is None:
-        if rejected:
-            raise CheckpointError(
-                f"none of the {len(rejected)} checkpoints in {folder.checkpoints} can be used (each is named above)\n"
-                "  nothing was changed; restore one, or start a new run with another run_dir"
-            )
-        say(f"resume     {folder.path} has no checkpoint yet: starting from the beginning")
-        return
-    for line in checkpoint.restore(session, path, data.store.fingerprint):
-        say(f"resume     changed  {line}")
-    say(f"resume     from {path}, step {session.progress.step}")
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, to be acted on between steps; a second SIGINT acts at once."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    try:
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are the caller's
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -594,14 +594,15 @@ def test_write_whole_is_old_or_new_when_killed(tmp_path: Path) -> None:
 
 def test_truncate_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    files.truncate_metrics(path, 5)
+    assert files.truncate_metrics(path, 5) == 0
     assert not path.exists()
-    rows = [json.dumps({"step": step, "loss": 1.0 / step}) for step in (1, 2, 3, 4)]
-    torn = [b'{"step": 2, "lo', b"\0\0\0", b"\xff\xfe", b"", b"17", b"null", b'{"loss": 1}', b'{"step": "x"}']
+    rows = [json.dumps({"step": step, "loss": 1.0 / step}) for step in (1, 2, 2, 3)]
+    torn = [b'{"step": 2, "lo', b"\0\0\0", b"\xff\xfe", b"", b"17", b"null"]
     path.write_bytes(rows[0].encode() + b"\n" + b"\n".join(torn) + b"\n" + "\n".join(rows[1:]).encode())
-    files.truncate_metrics(path, 3)
+    assert files.truncate_metrics(path, 3) == 3
     assert path.read_text() == "".join(row + "\n" for row in rows[:3])
-    files.truncate_metrics(path, 0)
+    assert files.truncate_metrics(path, 7) == 3
+    assert files.truncate_metrics(path, 0) == 0
     assert path.read_bytes() == b""
     with pytest.raises(DataError, match="cannot be read"):
         files.truncate_metrics(tmp_path, 1)

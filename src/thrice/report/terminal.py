@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from thrice.compose import claim, refuse
+from thrice.data.batches import Windows, split
 from thrice.data.cache import cache_folder
 from thrice.data.corpus import corpus_of
-from thrice.data.tokens import Survey, survey
+from thrice.data.tokens import Survey, TokenStore, survey
 from thrice.diagnose import by_category
 from thrice.errors import ConfigError
 from thrice.observe.rehearse import Rehearsal, rehearse
+from thrice.run_folder import RunFolder, is_used
 from thrice.runtime import memory
 from thrice.spec.job import Job
 from thrice.verify import Certificate, Row
@@ -24,8 +29,10 @@ from thrice.verify import Certificate, Row
 def certificate_table(certificate: Certificate) -> None:
     """One line for each kind of quantity: the row that comes nearest to its bound, and the verdict."""
     table = Table(title=f"claim {certificate.claim} · {certificate.steps} steps on {certificate.device}")
-    for column in ("compared", "tensors × steps", "worst deviation", "noise floor", "allowed", "where", ""):
+    for column in ("compared", "tensors × steps", "worst deviation", "noise floor", "allowed"):
         table.add_column(column)
+    table.add_column("where", overflow="fold")
+    table.add_column("")
     for kind in dict.fromkeys(row.kind for row in certificate.rows):
         rows = [row for row in certificate.rows if row.kind == kind]
         worst = max(rows, key=_nearness)
@@ -54,6 +61,10 @@ class DryRun:
 
     job: Job
     survey: Survey
+    not_text: tuple[Path, ...]
+    """Files of the data's folders that are left out."""
+    samples: tuple[int, int] | None
+    """To train on, and held out; None where the tokens are not counted yet."""
     rehearsal: Rehearsal
     exists: bool
     """Whether the run folder holds something already."""
@@ -63,27 +74,43 @@ def dry_run(job: Job) -> DryRun:
     """Surveys the data and rehearses a step on fake tensors. Raises what a real run would raise by then."""
     if problems := list(refuse(job)):
         raise ConfigError(problems)
-    found = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder())
-    folder = Path(job.run_dir or "runs/run")
+    corpus = corpus_of(job.data)
+    found = survey(job.tokenizer, corpus.documents, cache_folder())
     return DryRun(
         job=job,
         survey=found,
+        not_text=corpus.not_text,
+        samples=None if found.tokens is None else _samples(job, found.tokens),
         rehearsal=rehearse(job, found.vocabulary),
-        exists=folder.is_dir() and any(folder.iterdir()),
+        exists=is_used(RunFolder(job.run_dir or "runs/run", resume=True).path),
     )
+
+
+def _samples(job: Job, tokens: int) -> tuple[int, int]:
+    """How so many tokens would be split; a run's own code does it, on zeros that take no memory."""
+    zeros = TokenStore(tokens=np.zeros(tokens, dtype=np.uint8), documents=1, bytes=tokens, fingerprint="")
+    train, validation = split(zeros, job.sequence, job.evaluation.fraction)
+    Windows(
+        count=len(train),
+        global_batch=job.ledger().global_batch,
+        seed=job.seed,
+        last_window=job.last_window,
+    )
+    return len(train), len(validation)
 
 
 def dry_run_lines(dry: DryRun) -> list[str]:
     job, trace, ledger = dry.job, dry.rehearsal.trace, dry.job.ledger()
-    tokens = (
-        "its tokens are counted when it is tokenised" if dry.survey.tokens is None else f"{dry.survey.tokens:,} tokens"
-    )
+    tokens = "its tokens are counted when it is tokenised"
+    if dry.samples is not None:
+        tokens = f"{dry.survey.tokens:,} tokens, {dry.samples[0]:,} samples to train on, {dry.samples[1]:,} held out"
     cached = "tokenised already" if dry.survey.cached else "to be tokenised first, once"
     state = "EXISTS: --resume goes on with it, and without that a run refuses" if dry.exists else "would be made"
     every = job.checkpoint.every_steps
     return [
         f"model      {job.model} · {dry.rehearsal.parameters:,} parameters",
         f"data       {dry.survey.documents:,} documents, {dry.survey.bytes:,} bytes, {tokens} ({cached})",
+        *(f"           left out, because it is not text: {path}" for path in dry.not_text[:5]),
         f"batch      {ledger}",
         *(f"{name:<10} {line}" for name, line in dry.rehearsal.applied.items()),
         f"claim      {claim(job).name}: what `thrice verify` holds this run to",
@@ -97,6 +124,24 @@ def dry_run_lines(dry: DryRun) -> list[str]:
     ]
 
 
+def as_json(content: object) -> str:
+    """JSON; a number that is not finite, which JSON has no word for, is null."""
+    return json.dumps(_finite(content), indent=1)
+
+
+def _finite(content: object) -> object:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def printable(text: str) -> str:
+    """Text that a model wrote, with nothing in it that a terminal would obey."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
+
+
 def dry_run_dict(dry: DryRun) -> dict[str, Any]:
     trace = dry.rehearsal.trace
     return {
@@ -104,6 +149,8 @@ def dry_run_dict(dry: DryRun) -> dict[str, Any]:
         "documents": dry.survey.documents,
         "bytes": dry.survey.bytes,
         "tokens": dry.survey.tokens,
+        "samples": dry.samples,
+        "not_text": [str(path) for path in dry.not_text],
         "ledger": dry.job.ledger().as_dict(),
         "techniques": dry.rehearsal.applied,
         "claim": claim(dry.job).name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import math
 import os
 import secrets
 import shutil
@@ -36,24 +35,28 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
             temporary.unlink()
 
 
-def truncate_metrics(path: str | Path, step: int) -> None:
-    """Keep the rows of a metrics.jsonl up to `step`; later rows and torn lines go. Raises DataError."""
+def truncate_metrics(path: str | Path, rows: int) -> int:
+    """Keep the first `rows` whole rows of a metrics.jsonl; later rows and torn lines go. Raises DataError.
+
+    Returns how many are there then, which is fewer where a crash of the machine took the last ones.
+    """
     path = Path(path)
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
-        return
+        return 0
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror} → check its permissions") from error
-    write_whole(path, b"".join(line + b"\n" for line in lines if _row_step(line) <= step))
+    kept = [line for line in lines if _is_row(line)][:rows]
+    write_whole(path, b"".join(line + b"\n" for line in kept))
+    return len(kept)
 
 
-def _row_step(line: bytes) -> float:
-    """The step of a metrics row; infinity where the line is not a whole row."""
+def _is_row(line: bytes) -> bool:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def sync(file: IO[bytes]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -33,8 +35,15 @@ def shown(count_bytes: float) -> str:
     return f"{count_bytes:.4g} TiB"
 
 
-def limit_bytes(device: torch.device) -> int:
-    """What the process may have: the device's memory, or less where the system limits it (ulimit -v)."""
+def used_of(device: torch.device) -> tuple[int, int]:
+    """(the most that was used so far, what the process may have), both counted in the same way.
+
+    Where the system limits the process's addresses (ulimit -v), it is addresses that run out.
+    """
     total = total_bytes(device)
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return total if device.type == "cuda" or soft == resource.RLIM_INFINITY else min(total, soft)
+    status = Path("/proc/self/status")
+    if device.type == "cuda" or soft == resource.RLIM_INFINITY or soft >= total or not status.exists():
+        return peak_bytes(device), total
+    peak = re.search(r"VmPeak:\s*(\d+) kB", status.read_text())
+    return int(peak[1]) * 1024 if peak else peak_bytes(device), soft
