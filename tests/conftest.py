@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import thrice.train
+from thrice.model.decoder import generate
+
 torch.set_num_threads(1)  # the models are tiny, and two threads on a busy core wait for each other
 
 
@@ -23,3 +26,22 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRICE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def one_thread():
+    """Sums in another order are other bits; and a forked child may not use more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text at the end of a run takes as long as the whole of a tiny one."""
+
+    def shorter(model, prompt, *, new_tokens, **options):
+        return generate(model, prompt, new_tokens=2, **options)
+
+    monkeypatch.setattr(thrice.train, "generate", shorter)

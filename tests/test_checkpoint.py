@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 import thrice.train
 from runs import assert_same_state, metrics, run, saved_steps, stop_after, tiny
 from thrice.errors import CheckpointError, Interrupted, UsageError
-from thrice.model.decoder import generate
 from thrice.runtime import store
 from thrice.spec.job import Checkpoint, Decoder, Evaluation, Optimizer, Schedule
 from thrice.techniques.precision import Precision
@@ -26,22 +24,7 @@ SMALL = {"global_batch": 8, "micro_batch": 4}  # float16 is slow on a CPU
 OVERFLOWING = Precision(mode="fp16", initial_scale=2.0**20, growth_interval=100)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in another order are other bits
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sample at a run's end takes as long as the rest of these runs."""
-    monkeypatch.setattr(thrice.train, "generate", partial(_generate, generate))
-
-
-def _generate(whole, model, prompt, *, new_tokens, **options):
-    return whole(model, prompt, new_tokens=2, **options)
+pytestmark = pytest.mark.usefixtures("one_thread", "short_sample")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ A technique enters by its line in the registry; its `examples` are what is taken
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def test_stack_keeps_its_claim(stack: tuple[Technique, ...], corpus: Path) -> No
 
 @pytest.mark.parametrize("stack", STACKS, ids=named)
 def test_stack_is_rehearsed_to_the_byte(stack: tuple[Technique, ...], corpus: Path) -> None:
-    job = job_for(corpus, stack)
-    plain = compose(job_for(corpus, ()), vocabulary=256)
+    # two blocks and an uncut window: a fake operator costs as much as a large real one
+    job = job_for(corpus, stack, micro_batch=4, decoder=Decoder(layers=2, hidden=32, heads=4, dropout=0.1))
+    plain = compose(replace(job, techniques=()), vocabulary=256)
     session = compose(job, vocabulary=256)
     names = [name for name, _ in session.model.named_parameters()]
     assert names == [name for name, _ in plain.model.named_parameters()]
