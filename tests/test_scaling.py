@@ -21,9 +21,9 @@ from thrice.techniques.precision import Precision
 CLIP = 0.05
 
 
-def fp16(**fields):
+def fp16(clip=CLIP, **fields):
     return job(
-        optimizer=Optimizer(clip=CLIP),
+        optimizer=Optimizer(clip=clip),
         schedule=Schedule(warmup_steps=8),
         techniques=(Precision(mode="fp16", **{"initial_scale": 1024.0, **fields}),),
     )
@@ -36,8 +36,8 @@ def overflow(ours):
     return switch
 
 
-def by_hand(model, pieces, scale, *, unscale=1, clip_first=False):
-    """Torch's autocast and a constant scale: the gradients an optimizer would be given."""
+def by_hand(model, pieces, scale, *, clip=math.inf, unscale=1, clip_first=False):
+    """Torch's autocast and a constant scale: (gradients that an optimizer would be given, norm before clipping)."""
     model = copy.deepcopy(model)
     count = sum(piece.count for piece in pieces)
     for piece in pieces:
@@ -46,25 +46,30 @@ def by_hand(model, pieces, scale, *, unscale=1, clip_first=False):
         loss = F.cross_entropy(logits.float().flatten(0, 1), piece.targets.flatten(), reduction="sum")
         (loss * (scale / count)).backward()
     if clip_first:
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     for parameter in model.parameters():
         parameter.grad /= scale**unscale
-    if not clip_first:
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip_first else clip)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, norm.item()
 
 
-def test_gradients_are_unscaled_once_and_then_clipped():
-    ours = session(fp16())
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_gradients_are_unscaled_once_and_then_clipped(clip):
+    ours = session(fp16(clip))
     before, pieces = copy.deepcopy(ours.model), window(2, 16, 7)
     taken = gradients_taken(ours)
     result = train_step(ours, pieces)
-    assert result.grad_norm > 2 * CLIP
+    limit = math.inf if clip is None else clip
+    gradients, norm = by_hand(before, pieces, 1024.0, clip=limit)
     # the same operations but for one float32 product: a relative 2⁻²³, and where it falls on the border of a
     # float16, one of its 2⁻¹¹ in a few elements
-    assert distance(taken, by_hand(before, pieces, 1024.0)) < 1e-3
-    assert distance(taken, by_hand(before, pieces, 1024.0, unscale=2)) > 0.5
-    assert distance(taken, by_hand(before, pieces, 1024.0, clip_first=True)) > 0.5
+    assert result.grad_norm == pytest.approx(norm, rel=1e-3)
+    assert distance(taken, gradients) < 1e-3
+    assert norm > 2 * CLIP
+    twice, _ = by_hand(before, pieces, 1024.0, clip=limit, unscale=2)
+    assert distance(twice, gradients) > 0.5
+    early, _ = by_hand(before, pieces, 1024.0, clip=CLIP, clip_first=True)
+    assert distance(early, gradients) > 0.5
 
 
 def test_an_overflow_moves_nothing_but_the_scale():
