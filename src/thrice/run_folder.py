@@ -97,7 +97,7 @@ class RunFolder:
 def is_used(folder: Path) -> bool:
     """Whether there is something in the folder. Raises DataError where that cannot be seen."""
     try:
-        return any(os.scandir(folder))
+        return bool(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
