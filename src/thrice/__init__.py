@@ -1,6 +1,7 @@
 """thrice: train large models on the hardware you have, with proof that it is the same training.
 
-The public face. Names are imported when first used, so that `thrice --help` does not wait for torch.
+The public face. Names are imported when first used, so that `thrice --help` does not wait for torch. What is
+named like its module is imported from there: `from thrice.train import train`, `thrice.verify`, `thrice.compose`.
 """
 
 from __future__ import annotations
@@ -9,26 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thrice.compose import compose as compose
     from thrice.data.load import load_data as load_data
     from thrice.job_file import load_job as load_job
     from thrice.observe.rehearse import rehearse as rehearse
     from thrice.observe.trace import Tracer as Tracer
     from thrice.spec.job import Job as Job
     from thrice.step import train_step as train_step
-    from thrice.train import train as train
-    from thrice.verify import verify as verify
 
 _HOME = {
     "Job": "thrice.spec.job",
     "Tracer": "thrice.observe.trace",
-    "compose": "thrice.compose",
     "load_data": "thrice.data.load",
     "load_job": "thrice.job_file",
     "rehearse": "thrice.observe.rehearse",
-    "train": "thrice.train",
     "train_step": "thrice.step",
-    "verify": "thrice.verify",
 }
 
 __all__ = list(_HOME)
