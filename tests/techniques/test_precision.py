@@ -86,6 +86,19 @@ def test_autocast_is_entered_for_each_micro_batch(mode):
     assert not torch.equal(first, F.linear(x.to(dtype), weight_before.to(dtype)))
 
 
+def test_autocast_around_windows_would_be_seen():
+    """The test above can fail: under one autocast for two windows, the second computes with the first's weight."""
+    ours = composed("bf16")
+    outputs = []
+    ours.model.blocks[0].mlp.down.register_forward_hook(lambda m, args, out: outputs.append((args[0], out)))
+    with torch.autocast("cpu", torch.bfloat16):
+        train_step(ours, window(9))
+        weight = ours.model.blocks[0].mlp.down.weight.detach().clone()
+        train_step(ours, window(9))
+    x, out = outputs[-1]
+    assert not torch.equal(out, F.linear(x.to(torch.bfloat16), weight.to(torch.bfloat16)))
+
+
 def test_an_update_below_bfloat16_is_kept_in_the_masters():
     """float32 parameters under bf16: 1.0 moves by 1e-4, which bfloat16 cannot show."""
     ours = composed("bf16", lr=1e-4)

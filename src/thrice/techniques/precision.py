@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar, Literal, Self, final
 
 import torch
@@ -132,6 +132,7 @@ def _speed(arithmetic: Arithmetic | None, session: Session) -> str:
     return f"; matrix products run {ratio:.2g} times as fast as in float32 here"
 
 
+@cache  # once in a process: a run composes, rehearses and verifies, and float16 can be slow
 def _product_s(dtype: torch.dtype, device: torch.device) -> float:
     size = 256 if device.type == "cpu" else 4096  # large enough to keep the device busy, small enough not to wait
     matrix = torch.ones(size, size, dtype=dtype, device=device)
