@@ -117,7 +117,7 @@ def dry_run_lines(dry: DryRun) -> list[str]:
         f"steps      {job.steps():,} · {job.steps() * ledger.tokens_per_step:,} tokens · checkpoint "
         + (f"every {every} steps and at the end" if every else "at the end"),
         f"memory     {memory.shown(trace.peak_bytes)} of tensors at the peak of a step (rehearsed on fake tensors): "
-        + by_category(trace),
+        + by_category(trace.at_peak),
         f"compute    {trace.flops / 1e9:,.2f} GFLOP per step",
         f"run        {job.run_dir} {state}",
         "nothing was started",
