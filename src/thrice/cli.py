@@ -112,7 +112,7 @@ def _sorted_out(command: str, words: list[str]) -> tuple[str | None, list[str], 
     everywhere = set().union(*SWITCHES.values())
     switches: set[str] = set()
     rest: list[str] = []
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
+    for word, after in pairwise([*words, "--"]):
         name = word.replace("_", "-")
         near = get_close_matches(name, SWITCHES[command], n=1, cutoff=0.8)
         if name in SWITCHES[command]:
