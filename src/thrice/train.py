@@ -66,7 +66,7 @@ def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = pri
         data.tokenizer.save(folder.path)
         for line in describe(session, data, folder):
             say(line)
-        run = _Run(session=session, data=data, folder=folder, say=say, total=job.steps())
+        run = Run(session=session, data=data, folder=folder, say=say, total=job.steps())
         run.saved = run.reached() if rows is not None else None
         folder.write("record.json", run.record(None))
         return run.to_the_end(trace)
@@ -89,7 +89,7 @@ def describe(session: Session, data: Data, folder: RunFolder) -> Iterator[str]:
 
 
 @dataclass(kw_only=True)
-class _Run:
+class Run:
     """The state of one call of `train` that no resume needs."""
 
     session: Session
@@ -126,21 +126,15 @@ class _Run:
         progress = session.progress
         if progress.step < self.total:
             self.say(f"{'step':>7} {'loss':>8} {'lr':>9} {'grad_norm':>9} {'tok/s':>9} {'mfu':>5} {'mem(%)':>6} eta")
-        first = progress.step
         while progress.step < self.total:
-            before = time.perf_counter()
-            window, after = self.data.window(progress.position)
-            window = [batch.to(session.device) for batch in window]
             # the first step makes the optimizer's states; the second is like all that follow
-            if trace and (progress.step > first or self.total == first + 1):
+            if trace and (self.last is not None or progress.step + 1 == self.total):
                 with Tracer(session.model, session.optimizer) as tracer:
-                    result = self.step(window)
+                    result = self.advance()
                 self._write_trace(tracer.trace())
                 trace = not result.taken
             else:
-                result = self.step(window)
-            progress.position = after
-            self._log(result, time.perf_counter() - before, first)
+                result = self.advance()
             if result.taken and progress.step < self.total:
                 if _due(progress.step, job.evaluation.every_steps):
                     self._evaluate()
@@ -154,6 +148,16 @@ class _Run:
                     "  --resume goes on from it",
                     128 + received[0],
                 )
+
+    def advance(self) -> StepResult:
+        """One window: fetched, stepped on, logged."""
+        progress = self.session.progress
+        before = time.perf_counter()
+        window, after = self.data.window(progress.position)
+        result = self.step([batch.to(self.session.device) for batch in window])
+        progress.position = after
+        self._log(result, time.perf_counter() - before)
+        return result
 
     def step(self, window: list[Batch]) -> StepResult:
         try:
@@ -211,9 +215,9 @@ class _Run:
             "measured": asdict(outcome) if outcome is not None else None,
         }
 
-    def _log(self, result: StepResult, step_s: float, first: int) -> None:
+    def _log(self, result: StepResult, step_s: float) -> None:
         progress, job = self.session.progress, self.session.job
-        self.last = result
+        first, self.last = self.last is None, result
         peak = memory.peak_bytes(self.session.device)
         row = {
             "step": progress.step if result.taken else progress.step + 1,
@@ -234,10 +238,10 @@ class _Run:
             why = "the gradient overflowed, the loss scale is halved" if result.tokens else "no target in it"
             self.say(f"{progress.step + 1:>7} step skipped: {why}")
             return
-        if progress.step > first + 1 or self.total == first + 1:  # the first step warms up
+        if not first or progress.step == self.total:  # the first step warms up
             self.busy_s += step_s
             self.busy_tokens += result.tokens
-        if _due(progress.step, job.log_every) or progress.step in (first + 1, self.total):
+        if _due(progress.step, job.log_every) or first or progress.step == self.total:
             self.say(self._line(result, peak, step_s))
 
     def _line(self, result: StepResult, peak: int, step_s: float) -> str:
