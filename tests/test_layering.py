@@ -17,6 +17,7 @@ SOURCE = Path(thrice.__file__).parent
 FLOORS = {
     "errors": 0,
     "spec": 1,
+    "files": 1,
     "model": 2,
     "data": 2,
     "optim": 2,

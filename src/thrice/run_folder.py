@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from thrice.errors import DataError, UsageError
-from thrice.runtime.files import truncate_metrics, write_whole
+from thrice.files import truncate_metrics, write_whole
 
 
 class RunFolder:

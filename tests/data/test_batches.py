@@ -201,9 +201,7 @@ def test_large_seeds_differ_from_small_ones() -> None:
 @pytest.mark.parametrize(
     ("count", "global_batch"), [(10, 4), (12, 4), (10, 10), (1, 1), (13, 5), (5000, 1700), (2048, 512)]
 )
-def test_an_epoch_takes_each_sample_once(
-    count: int, global_batch: int, last_window: Literal["step", "drop"]
-) -> None:
+def test_an_epoch_takes_each_sample_once(count: int, global_batch: int, last_window: Literal["step", "drop"]) -> None:
     windows = Windows(count=count, global_batch=global_batch, seed=3, last_window=last_window)
     position = Position()
     epochs = []

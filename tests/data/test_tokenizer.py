@@ -101,9 +101,7 @@ def test_saved_it_loads_as_the_same(documents: tuple[Document, ...], tmp_path: P
     assert ByteTokenizer().save(tmp_path) is None
 
 
-def test_a_loaded_one_neither_truncates_nor_pads_nor_adds(
-    documents: tuple[Document, ...], tmp_path: Path
-) -> None:
+def test_a_loaded_one_neither_truncates_nor_pads_nor_adds(documents: tuple[Document, ...], tmp_path: Path) -> None:
     path = tokenizer_for("bpe:300", documents, tmp_path).save(tmp_path)
     plain = tokenizer_for(str(path), (), tmp_path)
     inner = tokenizers.Tokenizer.from_file(str(path))
@@ -175,9 +173,7 @@ def test_junk_is_named_in_training_as_well(tmp_path: Path) -> None:
         tokenizer_for("bpe:300", documents, tmp_path)
 
 
-def test_without_the_extra(
-    documents: tuple[Document, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra(documents: tuple[Document, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # importing it now fails as if it were not installed
     assert 'pip install "thrice[hf]"' in refusal("bpe:300", documents, tmp_path)
     assert tokenizer_for("byte", documents, tmp_path).vocabulary == 256

@@ -21,8 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from thrice import files
 from thrice.errors import CheckpointError, DataError
-from thrice.runtime import files, store
+from thrice.runtime import store
 
 FILES = ("weights.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json")
 
@@ -286,9 +287,7 @@ class Trap:
         return os.mkdir, (os.environ["TRAP"],)
 
 
-def test_a_pickle_is_named_and_never_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickle_is_named_and_never_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trap = tmp_path / "sprung"
     monkeypatch.setenv("TRAP", str(trap))
     path = save(folder, 1)
@@ -459,7 +458,7 @@ def test_no_space_is_said_before_writing(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000))
     message = refused(folder, "step 2 cannot be written .* No space left")
     assert "needs 1,048," in message
-    assert "5,000 are free" in message
+    assert "5,000 bytes are free" in message
     assert "lower checkpoint.keep_last" in message
     assert names(folder) == ["step-00000001"]
 
@@ -467,9 +466,12 @@ def test_no_space_is_said_before_writing(folder: Path, monkeypatch: pytest.Monke
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
-    if shutil.which("mount") is None or subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(mount)], capture_output=True
-    ).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(mount)], capture_output=True
+        ).returncode
+    ):
         pytest.skip("mounting is not permitted here; the file-size limit below fails in the middle too")
     try:
         folder = mount / "run" / "checkpoints"

@@ -148,9 +148,7 @@ def _named(entry: str, path: Path) -> tuple[Path, list[Path]]:
         )
     root = Path(*parts[:fixed])
     if not root.is_dir():
-        raise DataError(
-            f"{entry}: matches nothing, because there is no folder {root.absolute()}\n  → correct the path"
-        )
+        raise DataError(f"{entry}: matches nothing, because there is no folder {root.absolute()}\n  → correct the path")
     matched = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     files = [match for match in matched if not match.is_dir()]
     if not files:
@@ -240,6 +238,4 @@ def _checked(block: bytes, path: Path, offset: int, ends: bool) -> int:
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{path}: cannot be read: {error.strerror}\n  → change its permissions, or leave it out of data"
-    )
+    return DataError(f"{path}: cannot be read: {error.strerror}\n  → change its permissions, or leave it out of data")

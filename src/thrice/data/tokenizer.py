@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thrice.data.cache import written_whole
 from thrice.data.corpus import Document, pieces
 from thrice.errors import ConfigError, DataError, Problem
+from thrice.files import written_whole
 
 BYTE = "byte"
 _BPE = "bpe:"

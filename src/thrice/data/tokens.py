@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thrice.data.cache import written_whole
 from thrice.data.corpus import Document, pieces
 from thrice.data.tokenizer import BYTE, Tokenizer, bpe_size, documents_key, known_tokenizer
 from thrice.errors import DataError
+from thrice.files import written_whole
 
 # Part of each key: raise it when the same text and tokenizer would give another stream.
 _FORMAT = "1"

@@ -338,9 +338,7 @@ class Tracer(TorchDispatchMode):
             self._book(storage, -storage.nbytes)
             self._fresh.discard(storage)
 
-    def _book(
-        self, storage: _Storage, change: int, events: list[tuple[str, _Storage, int]] | None = None
-    ) -> None:
+    def _book(self, storage: _Storage, change: int, events: list[tuple[str, _Storage, int]] | None = None) -> None:
         self._live_bytes += change
         (self._events if events is None else events).append((self._phase, storage, change))
 

@@ -27,8 +27,8 @@ from typing import Any
 from torch import Tensor
 
 from thrice.errors import CheckpointError
+from thrice.files import claimed, sweep, sync_folder, temporary_beside, unwritten, write_whole
 from thrice.runtime import tensorfile
-from thrice.runtime.files import claimed, sweep, sync_folder, temporary_beside, unwritten, write_whole
 
 FORMAT = "thrice-checkpoint"
 VERSION = 1
@@ -83,7 +83,8 @@ def save(
             _put_in_place(temporary, target)
         write_whole(folder.parent / "latest", f"{folder.name}/{target.name}\n")
     except OSError as error:
-        raise unwritten(f"the checkpoint of step {step}", folder, needed_bytes, error) from error
+        what = f"the checkpoint of step {step}"
+        raise unwritten(what, folder, error, needed_bytes=needed_bytes) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     older = [path for path in _newest_first(folder) if _step_of(path.name) < step and _is_ours(path)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thrice.errors import CheckpointError
-from thrice.runtime.files import sync
+from thrice.files import sync
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -177,9 +177,7 @@ NOT_YET = {
 """thrice's keys that this version does not have -> other names for the same thing."""
 
 
-def unknown(
-    key: str, value: object, hints: Mapping[str, Any], tables: Mapping[str, type[Any]]
-) -> Iterator[Problem]:
+def unknown(key: str, value: object, hints: Mapping[str, Any], tables: Mapping[str, type[Any]]) -> Iterator[Problem]:
     """What is wrong with a dotted `key` that is none of `hints`; a foreign table has one for each key."""
     head = key.partition(".")[0]
     last = key.rpartition(".")[2]

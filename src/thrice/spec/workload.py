@@ -68,9 +68,7 @@ def divide(
         steps = grad_accum_steps or 1
         share = steps * data_parallel
         if global_batch % share:
-            return _indivisible(
-                global_batch, share, f"grad_accum_steps {steps} × data_parallel {data_parallel}"
-            )
+            return _indivisible(global_batch, share, f"grad_accum_steps {steps} × data_parallel {data_parallel}")
         return global_batch, global_batch // share, steps
     share = micro_batch * data_parallel
     if global_batch % share:
@@ -82,8 +80,7 @@ def divide(
             value=global_batch,
             why=f"micro_batch {micro_batch} × grad_accum_steps {grad_accum_steps} × data_parallel "
             f"{data_parallel} = {share * grad_accum_steps}, not {global_batch}",
-            fix=f"leave grad_accum_steps out (it becomes {steps}), or set global_batch = "
-            f"{share * grad_accum_steps}",
+            fix=f"leave grad_accum_steps out (it becomes {steps}), or set global_batch = {share * grad_accum_steps}",
         )
     return global_batch, micro_batch, steps
 

@@ -1,4 +1,4 @@
-"""Small files written whole or not at all, and temporaries whose writers may be killed."""
+"""Files written whole or not at all, and temporaries whose writers may be killed."""
 
 from __future__ import annotations
 
@@ -11,28 +11,38 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from thrice.errors import DataError
 
 
-def write_whole(path: str | Path, data: bytes | str) -> None:
-    """Write a small file so that a reader finds the old content or all of the new. Raises DataError."""
-    path = Path(path)
-    raw = data.encode() if isinstance(data, str) else data
+@contextmanager
+def written_whole(path: Path, fix: str | None = None) -> Iterator[BinaryIO]:
+    """A file to write, which takes its place at `path` when the block ends well and is removed otherwise.
+
+    Whoever reads `path` at any moment, also after a kill at any moment, finds the old file or the new one. Several
+    processes may write one path; the last to finish stays. Raises DataError, with `fix` where the caller knows one.
+    """
     temporary = temporary_beside(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         sweep(path.parent, f".{path.name}.tmp-")
         with temporary.open("xb") as file, claimed(temporary):
-            file.write(raw)
+            yield file
             sync(file)
             os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        raise unwritten(str(path), path.parent, len(raw), error) from error
+        raise unwritten(str(path), path.parent, error, fix=fix) from error
     finally:
-        with suppress(OSError):
+        with suppress(OSError):  # what made the folder unusable is what is reported
             temporary.unlink()
+
+
+def write_whole(path: str | Path, data: bytes | str) -> None:
+    """Write a small file so that a reader finds the old content or all of the new. Raises DataError."""
+    with written_whole(Path(path)) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def truncate_metrics(path: str | Path, rows: int) -> int:
@@ -73,20 +83,24 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def unwritten(what: str, folder: Path, needed_bytes: int, error: OSError) -> DataError:
-    """The error for `what` that could not be written, with the bytes needed and free, and the fix."""
-    fix = {
+def unwritten(
+    what: str, folder: Path, error: OSError, *, needed_bytes: int | None = None, fix: str | None = None
+) -> DataError:
+    """The error for `what` that could not be written, with the bytes needed (where known) and free, and the fix."""
+    fixes = {
         errno.ENOSPC: "free some space, lower checkpoint.keep_last or choose another run_dir",
         errno.EDQUOT: "free some of your quota, lower checkpoint.keep_last or choose another run_dir",
         errno.EFBIG: "raise the limit on the size of a file (ulimit -f) or choose another run_dir",
-    }.get(error.errno or 0, "make the folder writable or choose another run_dir")
+    }
+    fix = fix or fixes.get(error.errno or 0, "make the folder writable or choose another run_dir")
+    needed = "" if needed_bytes is None else f"it needs {needed_bytes:,} bytes, "
     try:
-        free = f"{shutil.disk_usage(folder).free:,}"
+        free = f"{shutil.disk_usage(folder).free:,} bytes"
     except OSError:
-        free = "an unknown number"
+        free = "an unknown number of bytes"
     return DataError(
-        f"{what} cannot be written to {folder}: {error.strerror or error}. It needs {needed_bytes:,} bytes "
-        f"and {free} are free; what was saved before is intact.\n    → {fix}"
+        f"{what} cannot be written to {folder}: {error.strerror or error} ({needed}{free} are free); what was saved "
+        f"before is intact\n    → {fix}"
     )
 
 
