@@ -130,10 +130,13 @@ def _restore_optimizer(session: Session, saved: dict[str, Tensor], counters: lis
     # not load_state_dict: it casts states to their parameter's dtype, and float32 moments of a bfloat16
     # parameter would lose their bits
     parameters = dict(session.model.named_parameters())
+    fused = session.optimizer.defaults.get("fused")
     session.optimizer.state.clear()
     for name, tensor in saved.items():
         parameter, _, key = name.rpartition(":")
-        session.optimizer.state[parameters[parameter]][key] = tensor.to(session.device)
+        # torch counts steps on the host, but for its fused kernels and ours
+        home = torch.device("cpu") if key == "step" and fused is False else session.device
+        session.optimizer.state[parameters[parameter]][key] = tensor.to(home)
     for group, counter in zip(session.optimizer.param_groups, counters, strict=True):
         group.update(counter)
 
