@@ -10,17 +10,17 @@ import shlex
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from runs import exit_code, forked, tiny
 from thrice.cli import main
-from thrice.diagnose import _alternatives, explained, is_out_of_memory, ranked_fixes, step_bytes
+from thrice.diagnose import _alternatives, explained, is_out_of_memory, ranked_fixes
 from thrice.errors import OutOfMemory
 from thrice.job_file import load_job
 from thrice.observe.rehearse import rehearse
-from thrice.observe.trace import CATEGORIES
 from thrice.runtime import memory
 from thrice.spec.dump import dump
 from thrice.spec.job import Decoder, Evaluation, Job, Optimizer
@@ -66,7 +66,7 @@ def test_out_of_memory_is_explained_and_the_first_fix_runs(corpus: Path, tmp_pat
     file.write_text(dump(big(corpus, tmp_path / "run")))
     output = tmp_path / "output"
     # what a rehearsal and recomputation import, the children need not
-    step_bytes(tiny(corpus, tmp_path / "run", techniques=(Recompute(strategy="full"),)), 256)
+    rehearse(tiny(corpus, tmp_path / "run", techniques=(Recompute(strategy="full"),)), 256)
     assert limited(["train", str(file)], output) == 6, output.read_text()
     said = output.read_text()
     assert "Traceback" not in said
@@ -198,30 +198,19 @@ def test_ranked_fixes(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         decoder=Decoder(layers=1, hidden=32, heads=1),
         optimizer=Optimizer(implementation="foreach"),
     )
-    now = sum(step_bytes(job, 256).values())
+    now = rehearse(job, 256).peak_bytes
     fixes = ranked_fixes(job, 256, now)
     needed = [bytes_ for _, bytes_ in fixes]
     assert needed == sorted(needed)
     assert needed[-1] < now
     assert fixes[0][0] == "--micro_batch 1 --recompute full"
     others = dict(_alternatives(job))
-    assert rehearse(others["--recompute full"], 256).trace.peak_bytes == dict(fixes)["--recompute full"]
+    assert rehearse(others["--recompute full"], 256).peak_bytes == dict(fixes)["--recompute full"]
     assert [flags for flags, _ in fixes if "--precision bf16" in flags] == ["--precision bf16"]
     assert any("bf16-pure" in flags for flags in others), "refused: its updates are rounded one by one"
-    monkeypatch.setattr("thrice.diagnose.step_bytes", lambda job, vocabulary: {"activations": 1})
+    monkeypatch.setattr("thrice.diagnose.rehearse", lambda job, vocabulary: SimpleNamespace(peak_bytes=1))
     resumed = {flags for flags, _ in ranked_fixes(job, 256, now, resuming=True)}
     assert resumed == {flags for flags in others if "precision" not in flags}
-
-
-def test_two_micro_batches_stand_for_all(corpus: Path, tmp_path: Path) -> None:
-    job = tiny(corpus, tmp_path / "run", micro_batch=12, decoder=Decoder(layers=1, hidden=32, heads=1))
-    whole = rehearse(job, 256).trace
-    assert job.ledger().grad_accum_steps == 4
-    short = step_bytes(job, 256)
-    left_out = {name: whole.at_peak[name] - count for name, count in short.items() if count != whole.at_peak[name]}
-    assert left_out == {"activations": 4 * (4 - 2)}, "the loss of each micro-batch, one float32"
-    assert sum(whole.at_peak.values()) == whole.peak_bytes
-    assert tuple(whole.at_peak) == CATEGORIES
 
 
 def test_bytes_as_people_read_them() -> None:

@@ -17,7 +17,6 @@ from thrice.data.corpus import corpus_of
 from thrice.data.tokens import survey
 from thrice.errors import OutOfMemory, ThriceError
 from thrice.observe.rehearse import rehearse
-from thrice.observe.trace import INPUTS
 from thrice.runtime import memory
 from thrice.spec.job import Job
 from thrice.techniques.precision import Precision
@@ -70,10 +69,12 @@ def out_of_memory(job: Job, reason: str, *, resuming: bool = False) -> OutOfMemo
     ]
     try:
         vocabulary = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder()).vocabulary
-        planned = step_bytes(job, vocabulary)
-        total = sum(planned.values())
-        lines.append(f"  planned   {memory.shown(total)} of tensors for one step: {by_category(planned)}")
-        fixes = ranked_fixes(job, vocabulary, total, resuming=resuming)[:3]
+        planned = rehearse(job, vocabulary)
+        needed_bytes = planned.peak_bytes
+        lines.append(
+            f"  planned   {memory.shown(needed_bytes)} of tensors for one step: {by_category(planned.at_peak)}"
+        )
+        fixes = ranked_fixes(job, vocabulary, needed_bytes, resuming=resuming)[:3]
         if fixes:
             lines.append("  the same training in less, by rehearsal (smallest first); add one of these:")
             lines += [f"    {memory.shown(needed):>10}  {flags}" for flags, needed in fixes]
@@ -86,21 +87,6 @@ def out_of_memory(job: Job, reason: str, *, resuming: bool = False) -> OutOfMemo
     return OutOfMemory("\n".join(lines))
 
 
-def step_bytes(job: Job, vocabulary: int) -> dict[str, int]:
-    """Bytes by category at the peak of a step, by rehearsal.
-
-    From its third micro-batch on a window holds nothing new but inputs, so two are rehearsed, however many
-    there are: a window of hundreds would take minutes.
-    """
-    ledger = job.ledger()
-    count = min(2, ledger.grad_accum_steps)
-    short = replace(
-        job, micro_batch=ledger.micro_batch, grad_accum_steps=count, global_batch=ledger.micro_batch * count
-    )
-    at_peak = rehearse(short, vocabulary).trace.at_peak
-    return {**at_peak, INPUTS: at_peak[INPUTS] * ledger.grad_accum_steps // count}
-
-
 def ranked_fixes(job: Job, vocabulary: int, now_bytes: int, *, resuming: bool = False) -> list[tuple[str, int]]:
     """(flags to add, rehearsed peak bytes), the smallest first; only what is legal and needs less than now."""
     rehearsed = []
@@ -109,7 +95,7 @@ def ranked_fixes(job: Job, vocabulary: int, now_bytes: int, *, resuming: bool = 
             continue
         try:
             if not any(refuse(other)):
-                rehearsed.append((flags, sum(step_bytes(other, vocabulary).values())))
+                rehearsed.append((flags, rehearse(other, vocabulary).peak_bytes))
         except ThriceError:
             continue  # a model that the technique cannot read is no fix
     return sorted(((f, needed) for f, needed in rehearsed if needed < now_bytes), key=lambda fix: fix[1])

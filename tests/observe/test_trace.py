@@ -196,9 +196,7 @@ DECODERS = {
 }
 OTHERS = {
     "first-step": partial(Step, partial(Decoder, "none"), tokens, warm=False),
-    "loop-optimizer": partial(
-        Step, partial(Decoder, "full"), tokens, partial(torch.optim.AdamW, foreach=False)
-    ),
+    "loop-optimizer": partial(Step, partial(Decoder, "full"), tokens, partial(torch.optim.AdamW, foreach=False)),
     "foreach-optimizer": partial(Step, perceptron, rows, partial(torch.optim.AdamW, foreach=True)),
     "perceptron": partial(Step, perceptron, rows),
     "frozen": partial(Step, frozen, tokens),

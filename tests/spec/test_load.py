@@ -286,9 +286,7 @@ def test_a_value_that_does_not_fit_says_why(problems: Any, given: str, key: str,
         ("optimizer.name", "Adam", "it must be one of", "--optimizer.name adamw"),
     ],
 )
-def test_a_flag_that_does_not_fit_says_why(
-    problems: Any, flag: str, value: str, why: str, fix: str
-) -> None:
+def test_a_flag_that_does_not_fit_says_why(problems: Any, flag: str, value: str, why: str, fix: str) -> None:
     found = problems("", f"--{flag}={value}")
     assert found.keys() == {flag}
     assert why in found[flag].why

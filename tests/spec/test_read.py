@@ -83,9 +83,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_hindrance(tmp_path: Path
         ("job", "", "name a file ending in .toml, .yaml, .yml"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_says_where_and_why(
-    tmp_path: Path, name: str, text: str | bytes, said: str
-) -> None:
+def test_what_cannot_be_read_says_where_and_why(tmp_path: Path, name: str, text: str | bytes, said: str) -> None:
     assert said in refusal(written(tmp_path, name, text))
 
 

@@ -100,7 +100,7 @@ def _samples(job: Job, tokens: int) -> tuple[int, int]:
 
 
 def dry_run_lines(dry: DryRun) -> list[str]:
-    job, trace, ledger = dry.job, dry.rehearsal.trace, dry.job.ledger()
+    job, rehearsal, ledger = dry.job, dry.rehearsal, dry.job.ledger()
     tokens = "its tokens are counted when it is tokenised"
     if dry.samples is not None:
         tokens = f"{dry.survey.tokens:,} tokens, {dry.samples[0]:,} samples to train on, {dry.samples[1]:,} held out"
@@ -116,9 +116,9 @@ def dry_run_lines(dry: DryRun) -> list[str]:
         f"claim      {claim(job).name}: what `thrice verify` holds this run to",
         f"steps      {job.steps():,} · {job.steps() * ledger.tokens_per_step:,} tokens · checkpoint "
         + (f"every {every} steps and at the end" if every else "at the end"),
-        f"memory     {memory.shown(trace.peak_bytes)} of tensors at the peak of a step (rehearsed on fake tensors): "
-        + by_category(trace.at_peak),
-        f"compute    {trace.flops / 1e9:,.2f} GFLOP per step",
+        f"memory     {memory.shown(rehearsal.peak_bytes)} of tensors at the peak of a step, by rehearsal: "
+        + by_category(rehearsal.at_peak),
+        f"compute    {rehearsal.flops / 1e9:,.2f} GFLOP per step",
         f"run        {job.run_dir} {state}",
         "nothing was started",
     ]
@@ -143,7 +143,6 @@ def printable(text: str) -> str:
 
 
 def dry_run_dict(dry: DryRun) -> dict[str, Any]:
-    trace = dry.rehearsal.trace
     return {
         "parameters": dry.rehearsal.parameters,
         "documents": dry.survey.documents,
@@ -155,9 +154,9 @@ def dry_run_dict(dry: DryRun) -> dict[str, Any]:
         "techniques": dry.rehearsal.applied,
         "claim": claim(dry.job).name,
         "steps": dry.job.steps(),
-        "peak_bytes": trace.peak_bytes,
-        "at_peak_bytes": trace.at_peak,
-        "step_flops": trace.flops,
+        "peak_bytes": dry.rehearsal.peak_bytes,
+        "at_peak_bytes": dry.rehearsal.at_peak,
+        "step_flops": dry.rehearsal.flops,
         "run_dir": dry.job.run_dir,
         "run_dir_exists": dry.exists,
     }
