@@ -60,6 +60,11 @@ def limited(arguments: list[str], output: Path) -> int:
     return exit_code(forked(act, output))
 
 
+def bytes_of(shown: str) -> float:
+    number, unit = shown.split()
+    return float(number) * {"MiB": 1 << 20, "GiB": 1 << 30}[unit]
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no limit on addresses here")
 def test_out_of_memory_is_explained_and_the_first_fix_runs(corpus: Path, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
@@ -71,10 +76,9 @@ def test_out_of_memory_is_explained_and_the_first_fix_runs(corpus: Path, tmp_pat
     said = output.read_text()
     assert "Traceback" not in said
     assert re.search(r"thrice: out of memory: [\d.]+ [KM]iB more could not be had\n", said)
-    used, limit = re.search(
-        r"  used      ([\d.]+) MiB at the most, of ([\d.]+) MiB, by the whole process", said
-    ).groups()
-    assert float(limit) - HEADROOM_BYTES / 2**20 < float(used) <= float(limit)
+    whole = re.search(r"  used      ([\d.]+ [MG]iB) at the most, of ([\d.]+ [MG]iB), by the whole process", said)
+    used, limit = (bytes_of(shown) for shown in whole.groups())
+    assert limit - HEADROOM_BYTES < used <= limit
     planned = re.search(r"  planned   ([\d.]+) MiB of tensors for one step: (.*)", said)
     assert float(planned[1]) * 2**20 > HEADROOM_BYTES
     assert {"parameters", "optimizer_states", "activations"} <= set(
