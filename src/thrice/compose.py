@@ -73,9 +73,9 @@ def compose(
 
 
 def _example(ledger: Ledger, device: torch.device) -> Batch:
-    tokens = torch.zeros(ledger.micro_batch, ledger.sequence, dtype=torch.int64, device=device)
+    inputs, targets = torch.zeros(2, ledger.micro_batch, ledger.sequence, dtype=torch.int64, device=device).unbind()
     ids = tuple(range(ledger.micro_batch))
-    return Batch(inputs=tokens, targets=tokens, sample_ids=ids, count=tokens.numel())
+    return Batch(inputs=inputs, targets=targets, sample_ids=ids, count=targets.numel())
 
 
 def build_model(job: Job, vocabulary: int, device: torch.device) -> nn.Module:

@@ -81,6 +81,8 @@ def describe(session: Session, data: Data, folder: RunFolder) -> Iterator[str]:
         f"data       {len(data.store):,} tokens of {data.store.documents:,} documents · "
         f"{len(data.train):,} samples to train on, {len(data.validation):,} held out"
     )
+    for path in data.not_text[:5]:
+        yield f"           left out, because it is not text: {path}"
     yield f"batch      {session.ledger}"
     for name, line in session.applied.items():
         yield f"{name:<10} {line}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from thrice.data.batches import Batch, Position, Samples, Windows, cut, split
 from thrice.data.cache import cache_folder
@@ -19,6 +20,8 @@ class Data:
     windows: Windows
     tokenizer: Tokenizer
     store: TokenStore
+    not_text: tuple[Path, ...]
+    """Files of the job's folders that are left out."""
     micro_batch: int
 
     def window(self, position: Position) -> tuple[list[Batch], Position]:
@@ -32,7 +35,8 @@ def load_data(job: Job) -> Data:
 
     Raises DataError for what cannot be read or does not suffice, ConfigError for a tokenizer there is not.
     """
-    documents = corpus_of(job.data).documents
+    corpus = corpus_of(job.data)
+    documents = corpus.documents
     cache = cache_folder()
     tokenizer = tokenizer_for(job.tokenizer, documents, cache)
     store = token_store(documents, tokenizer, cache)
@@ -45,5 +49,6 @@ def load_data(job: Job) -> Data:
         windows=windows,
         tokenizer=tokenizer,
         store=store,
+        not_text=corpus.not_text,
         micro_batch=ledger.micro_batch,
     )

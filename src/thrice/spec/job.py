@@ -180,7 +180,7 @@ class Job:
     max_steps: int | None = None
     """Optimizer steps."""
     max_tokens: int | None = None
-    """Tokens to train on, in place of max_steps; rounded up to whole steps."""
+    """Tokens to train on, in place of max_steps; rounded up to whole steps of global_batch × sequence tokens."""
     lr: float = 3e-4
     """Peak learning rate."""
     seed: int = 0
