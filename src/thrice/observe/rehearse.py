@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,18 +48,19 @@ class Rehearsal:
         return self.trace.flops * self.grad_accum_steps // self.traced
 
 
-def rehearse(job: Job, vocabulary: int) -> Rehearsal:
+def rehearse(job: Job, vocabulary: int, workspaces: dict[tuple[Any, ...], int] | None = None) -> Rehearsal:
     """Composes the job under fake tensors that stand in for the CPU's, and follows one step.
 
     Two micro-batches stand for however many there are: a window of hundreds would take minutes. Bytes are those
-    of tensors; what the allocator and the process itself need comes on top. Raises what `compose` raises.
+    of tensors; what the allocator and the process itself need comes on top, and so does what a kernel takes beside
+    its result, unless it is handed in as the `workspaces` of a Tracer on real tensors. Raises what `compose` raises.
     """
     # the random state is real even where tensors are not: a rehearsal leaves it as it was
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
         session = compose(job, vocabulary=vocabulary, device=torch.device("cpu"))
         window = [session.example() for _ in range(min(2, session.ledger.grad_accum_steps))]
         train_step(session, window)
-        with Tracer(session.model, session.optimizer) as tracer:
+        with Tracer(session.model, session.optimizer, workspaces=workspaces) as tracer:
             train_step(session, window)
         return Rehearsal(
             trace=tracer.trace(),
