@@ -47,6 +47,10 @@ SWITCHES = {
 }
 
 
+SPIN_COUNT = "20000"
+"""How long a thread of a parallel region spins before it sleeps. OpenMP's own 15 times as long makes training several
+times slower as soon as another program wants one of the cores (docs/log.md)."""
+
 PIPE_CLOSED = 141
 """128 + SIGPIPE: what a shell reports of a program whose reader has gone."""
 
@@ -54,6 +58,7 @@ PIPE_CLOSED = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported, which has not happened yet
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sign that the terminal lacks ends no run
     try:

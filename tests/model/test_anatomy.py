@@ -21,13 +21,11 @@ transformers = pytest.importorskip("transformers", reason="real models to read; 
 
 WIDTH = 32
 
-# use_cache=False below: a cache of keys, which transformers fills in training too, grows with each recomputation
-
 
 def llama():
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=0.1, use_cache=False,
+        num_key_value_heads=2, attention_dropout=0.1,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -35,14 +33,14 @@ def llama():
 def qwen2():
     config = transformers.Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, use_cache=False,
+        num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
     return transformers.Qwen2ForCausalLM(config)
 
 
 def gpt2():
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=3, n_head=4, use_cache=False
+        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=3, n_head=4
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 

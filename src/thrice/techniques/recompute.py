@@ -104,6 +104,9 @@ class Recompute:
         if self.strategy == "none":
             return "every activation is kept"
         parts = blocks(session.model)
+        config: Any = getattr(session.model, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # Hugging Face's key/value cache would grow again in recomputation
         modes = self._modes(session, parts)
         for block, mode in zip(parts, modes, strict=True):
             patch(block, mode)
