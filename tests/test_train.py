@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,8 @@ import torch
 import thrice.train
 from runs import assert_same_state, exit_code, forked, metrics, run, saved_steps, stop_after, tiny
 from thrice.cli import main
-from thrice.data.batches import Samples
+from thrice.data.batches import Batch, Samples
+from thrice.data.load import load_data
 from thrice.errors import DataError, Diverged, Interrupted, UsageError
 from thrice.job_file import load_job
 from thrice.runtime import store
@@ -392,3 +394,20 @@ def test_evaluation_counts_each_sample_once(corpus: Path, tmp_path: Path) -> Non
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), whole.targets.flatten())
     # fp32 sums of some hundred terms in another order
     assert row["validation_loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_part_of_the_held_out_samples_is_spread_over_all_of_them(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tiny(corpus, tmp_path / "run", evaluation=Evaluation(fraction=0.3, max_samples=6))
+    seen: list[int] = []
+
+    def counting(session: object, batches: Iterable[Batch]) -> tuple[float, int]:
+        seen.extend(sample for batch in batches for sample in batch.sample_ids)
+        return 1.0, 1
+
+    monkeypatch.setattr("thrice.train.evaluate", counting)
+    run(replace(job, max_steps=1))
+    held_out = len(load_data(job).validation)
+    assert held_out > 12
+    assert seen == [position * held_out // 6 for position in range(6)], "each once, a sixth of the way apart"

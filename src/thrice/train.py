@@ -14,7 +14,7 @@ import torch
 
 from thrice import checkpoint
 from thrice.compose import claim, compose
-from thrice.data.batches import Batch
+from thrice.data.batches import Batch, cut
 from thrice.data.load import Data, load_data
 from thrice.errors import DataError, Diverged, Interrupted
 from thrice.model.decoder import generate
@@ -264,11 +264,8 @@ class Run:
         count = min(len(samples), session.job.evaluation.max_samples or len(samples))
         if not count:
             return
-        size = session.ledger.micro_batch
-        batches = (
-            samples.batch(np.arange(start, min(start + size, count))).to(session.device)
-            for start in range(0, count, size)
-        )
+        ids = np.arange(count) * len(samples) // count  # evenly spread: the first would be a document or two
+        batches = (samples.batch(part).to(session.device) for part in cut(ids, session.ledger.micro_batch))
         loss, targets = evaluate(session, batches)
         if not math.isfinite(loss):
             raise self._diverged(f"the validation loss is {loss}")

@@ -147,7 +147,7 @@ class Evaluation:
     fraction: float = 0.02
     """Share of the tokens that is held out; 0 holds nothing out."""
     max_samples: int | None = None
-    """At most this many held-out samples, from the first; all where not given."""
+    """At most this many held-out samples, evenly spread over them; all where not given."""
 
     def check(self) -> Iterator[Problem]:
         yield from at_least(1, every_steps=self.every_steps, max_samples=self.max_samples)
