@@ -28,6 +28,7 @@ from thrice.job_file import load_job
 from thrice.runtime import store
 from thrice.spec.job import Checkpoint, Evaluation, Schedule
 from thrice.techniques.precision import Precision
+from thrice.train import remarks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_sample")
 
@@ -411,3 +412,23 @@ def test_a_part_of_the_held_out_samples_is_spread_over_all_of_them(
     held_out = len(load_data(job).validation)
     assert held_out > 12
     assert seen == [position * held_out // 6 for position in range(6)], "each once, a sixth of the way apart"
+
+
+def test_a_traced_step_begins_with_what_is_there_and_knows_its_inputs(corpus: Path, tmp_path: Path) -> None:
+    job = tiny(corpus, tmp_path / "run", max_steps=3)
+    run(job, trace=True)
+    trace = json.loads((tmp_path / "run" / "trace.json").read_bytes())
+    first, ledger = trace["timeline"][0]["bytes"], job.ledger()
+    assert first["parameters"] == trace["at_end"]["parameters"] > 0
+    assert first["optimizer_states"] == trace["at_end"]["optimizer_states"] > first["parameters"]
+    tokens = 2 * 8 * ledger.tokens_per_step  # inputs and targets, int64
+    assert first["inputs"] == trace["at_peak"]["inputs"] == tokens
+
+
+def test_what_is_perhaps_not_meant_is_said(corpus: Path, tmp_path: Path) -> None:
+    job = tiny(corpus, tmp_path / "run", max_steps=2, schedule=Schedule())
+    assert not list(remarks(job, 1000))
+    long = replace(job, schedule=Schedule(warmup_steps=20))
+    assert ["warmup_steps 20" in line for line in remarks(long, 1000)] == [True]
+    assert ["3 samples" in line for line in remarks(job, 3)] == [True]
+    assert any("warmup_steps 20" in line for line in run(long))

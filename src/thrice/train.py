@@ -87,7 +87,23 @@ def describe(session: Session, data: Data, folder: RunFolder) -> Iterator[str]:
     for name, line in session.applied.items():
         yield f"{name:<10} {line}"
     yield f"claim      {claim(job).name}: what `thrice verify` holds this run to"
+    yield from remarks(job, len(data.train))
     yield f"run        {folder.path} · {job.steps():,} steps"
+
+
+def remarks(job: Job, samples: int | None) -> Iterator[str]:
+    """What is legal, and perhaps not meant. `samples` are those to train on, None where they are not counted yet."""
+    global_batch = job.ledger().global_batch
+    if samples is not None and samples < global_batch:
+        yield (
+            f"           global_batch {global_batch:,} is more than the {samples:,} samples there are: every step is "
+            "one whole epoch, with fewer tokens than the batch says"
+        )
+    if job.schedule.warmup_steps >= job.steps():
+        yield (
+            f"           schedule.warmup_steps {job.schedule.warmup_steps:,} is as long as the run of {job.steps():,} "
+            "steps: the learning rate never falls from its peak, or never reaches it"
+        )
 
 
 @dataclass(kw_only=True)
@@ -130,13 +146,9 @@ class Run:
             self.say(f"{'step':>7} {'loss':>8} {'lr':>9} {'grad_norm':>9} {'tok/s':>9} {'mfu':>5} {'mem(%)':>6} eta")
         while progress.step < self.total:
             # the first step makes the optimizer's states; the second is like all that follow
-            if trace and (self.last is not None or progress.step + 1 == self.total):
-                with Tracer(session.model, session.optimizer) as tracer:
-                    result = self.advance()
-                self._write_trace(tracer.trace())
-                trace = not result.taken
-            else:
-                result = self.advance()
+            traced = trace and (self.last is not None or progress.step + 1 == self.total)
+            result = self.advance(traced)
+            trace = trace and not (traced and result.taken)
             if result.taken and progress.step < self.total:
                 if _due(progress.step, job.evaluation.every_steps):
                     self._evaluate()
@@ -151,12 +163,18 @@ class Run:
                     128 + received[0],
                 )
 
-    def advance(self) -> StepResult:
-        """One window: fetched, stepped on, logged."""
+    def advance(self, traced: bool = False) -> StepResult:
+        """One window: fetched, stepped on (and `traced` into trace.json), logged."""
         progress = self.session.progress
         before = time.perf_counter()
         window, after = self.data.window(progress.position)
-        result = self.step([batch.to(self.session.device) for batch in window])
+        window = [batch.to(self.session.device) for batch in window]
+        if traced:
+            with Tracer(self.session.model, self.session.optimizer) as tracer:
+                result = self.step(window)
+            self._write_trace(tracer.trace())
+        else:
+            result = self.step(window)
         progress.position = after
         self._log(result, time.perf_counter() - before)
         return result

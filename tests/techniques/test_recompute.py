@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from thrice.compose import compose
-from thrice.errors import ConfigError
+from thrice.errors import ConfigError, Infeasible
 from thrice.observe.rehearse import rehearse
 from thrice.observe.trace import RECOMPUTE, Tracer
 from thrice.runtime.session import Session
@@ -157,7 +157,7 @@ def test_budget_reads_the_precision() -> None:
 
 def test_budget_below_the_least_names_it() -> None:
     least = sum(cost.held_bytes for cost in costs(composed(), "full"))
-    with pytest.raises(ConfigError, match=f"{least:,} bytes") as error:
+    with pytest.raises(Infeasible, match=f"{least:,} bytes") as error:
         composed(Recompute(strategy="budget", budget_bytes=least - 1))
     assert f"budget_bytes = {least}" in str(error.value)
     composed(Recompute(strategy="budget", budget_bytes=least))
@@ -180,7 +180,7 @@ def test_choice_saves_the_most_bytes_per_flop() -> None:
     assert choose(by_mode, 200) == ["selective", "full", "selective"], "80 bytes for 10 FLOPs before 20 for 10"
     assert choose(by_mode, 175) == ["attention_only", "full", "selective"]
     assert choose(by_mode, 30) == ["full", "full", "full"]
-    with pytest.raises(ConfigError, match="30 bytes"):
+    with pytest.raises(Infeasible, match="30 bytes"):
         choose(by_mode, 29)
 
 

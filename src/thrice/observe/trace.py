@@ -153,6 +153,7 @@ class Tracer(TorchDispatchMode):
     def trace(self) -> Trace:
         """What was seen; call it after the `with`."""
         history = self._given + self._events
+        first = max(0, len(self._given) - 1)
         totals = list(accumulate(change for _, _, change in history))
         length = -(-len(totals) // _TIMELINE_POINTS) or 1
         stretches = groupby(range(len(totals)), key=lambda event: (event // length, history[event][0]))
@@ -161,7 +162,8 @@ class Tracer(TorchDispatchMode):
         timeline = []
         for event, (phase, storage, change) in enumerate(history):
             live[storage.category] += change
-            if event in highest or event == len(totals) - 1:
+            # what was there before is one point, the first
+            if event >= first and (event in highest or event in (first, len(totals) - 1)):
                 timeline.append(Point(event=event, phase=phase, bytes=dict(live)))
         peak = max(timeline, key=lambda point: totals[point.event])
         return Trace(
@@ -180,6 +182,7 @@ class Tracer(TorchDispatchMode):
         self._sole_owner = sole_owner_counts()
         self._fake = isinstance(torch.empty(0), FakeTensor)
         self._claim_static()
+        self._given, self._events = self._events, []
         self._add_hooks()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

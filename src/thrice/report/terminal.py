@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from thrice.compose import claim, refuse
+from thrice.compose import claim, default_device, refuse
 from thrice.data.batches import Windows, split
 from thrice.data.cache import cache_folder
 from thrice.data.corpus import corpus_of
@@ -23,6 +25,7 @@ from thrice.observe.rehearse import Rehearsal, rehearse
 from thrice.run_folder import RunFolder, is_used
 from thrice.runtime import memory
 from thrice.spec.job import Job
+from thrice.train import remarks
 from thrice.verify import Certificate, Row
 
 
@@ -45,7 +48,8 @@ def certificate_table(certificate: Certificate) -> None:
             f"step {worst.step} {worst.tensor}",
             "ok" if all(row.ok for row in rows) else "DIFFERS",
         )
-    console = Console()
+    # a pipe has no width: wide enough that no tensor's name is broken
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     for note in certificate.notes:
         console.print(f"  {note}", markup=False, highlight=False)
@@ -118,10 +122,18 @@ def dry_run_lines(dry: DryRun) -> list[str]:
         + (f"every {every} steps and at the end" if every else "at the end"),
         f"memory     {memory.shown(rehearsal.peak_bytes)} of tensors at the peak of a step, by rehearsal: "
         + by_category(rehearsal.at_peak),
+        *_too_large(rehearsal.peak_bytes),
         f"compute    {rehearsal.flops / 1e9:,.2f} GFLOP per step",
+        *remarks(job, None if dry.samples is None else dry.samples[0]),
         f"run        {job.run_dir} {state}",
         "nothing was started",
     ]
+
+
+def _too_large(needed_bytes: int) -> Iterator[str]:
+    has = memory.total_bytes(default_device())
+    if needed_bytes > has:
+        yield f"           this machine has {memory.shown(has)}: it would NOT fit here"
 
 
 def as_json(content: object) -> str:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from thrice.data.batches import Batch
-from thrice.errors import ConfigError, Problem
+from thrice.errors import ConfigError, Infeasible, Problem
 from thrice.model.anatomy import Block, blocks
 from thrice.observe.trace import Tracer
 from thrice.runtime.session import Session
@@ -252,21 +252,15 @@ def choose(by_mode: Sequence[Sequence[Cost | None]], budget_bytes: int) -> list[
 
     From nothing dropped, it takes the change that saves the most bytes per recomputed FLOP until the budget is
     kept (the greedy solution of a multiple-choice knapsack, which is off by less than one block's change).
-    Raises ConfigError with the least that is possible where the budget is below it.
+    Raises Infeasible with the least that is possible where the budget is below it.
     """
     options = [dict(zip(MODES, per_block, strict=True)) for per_block in zip(*by_mode, strict=True)]
     known = [{mode: cost for mode, cost in block.items() if cost is not None} for block in options]
     least = sum(min(cost.held_bytes for cost in block.values()) for block in known)
     if least > budget_bytes:
-        raise ConfigError(
-            [
-                Problem(
-                    key="recompute.budget_bytes",
-                    value=budget_bytes,
-                    why=f"the blocks hold at least {least:,} bytes of one micro-batch, with everything recomputed",
-                    fix=f"budget_bytes = {least}, or a smaller micro_batch",
-                )
-            ]
+        raise Infeasible(
+            f"recompute.budget_bytes = {budget_bytes:,}: the blocks hold at least {least:,} bytes of one micro-batch, "
+            f"with everything recomputed\n    → budget_bytes = {least}, or a smaller micro_batch"
         )
     chosen: list[Mode] = ["none"] * len(known)
     while sum(block[mode].held_bytes for block, mode in zip(known, chosen, strict=True)) > budget_bytes:
