@@ -62,6 +62,7 @@ def compose(
         ledger=ledger,
         device=device,
         model=model.train(),
+        output=model,
         loss=cross_entropy_sum,
         example=partial(_example, ledger, device),
         lr_at=partial(lr_at, peak=ledger.lr, schedule=job.schedule, total_steps=job.steps()),

@@ -94,7 +94,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
 
 def _forward_backward(session: Session, batch: Batch, divisor: float) -> Tensor:
     with session.compute():
-        loss_sum = session.loss(session.model(batch.inputs), batch.targets)
+        loss_sum = session.loss(session.output(batch.inputs), batch.targets)
     torch.autograd.backward(loss_sum / divisor)
     return loss_sum.detach()
 
@@ -129,6 +129,6 @@ def evaluate(session: Session, batches: Iterable[Batch]) -> tuple[float, int]:
     with evaluating(session.model):
         for batch in batches:
             with session.compute():
-                total += scalar(session.loss(session.model(batch.inputs), batch.targets))
+                total += scalar(session.loss(session.output(batch.inputs), batch.targets))
             count += batch.count
     return (total / count if count else math.nan), count

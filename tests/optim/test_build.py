@@ -12,7 +12,7 @@ from torch import nn
 from thrice.errors import ConfigError
 from thrice.model.decoder import build_decoder
 from thrice.optim.build import build_optimizer, parameter_groups
-from thrice.optim.rounded import RoundedAdamW, RoundedSGD
+from thrice.optim.stored import RoundedAdamW, RoundedSGD
 from thrice.spec.job import Decoder, Optimizer
 
 LR, STEPS = 0.01, 5

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thrice.errors import ConfigError, Problem
-from thrice.optim.rounded import RoundedAdamW, RoundedSGD, Rounding
+from thrice.optim.stored import RoundedAdamW, RoundedSGD, Rounding
 from thrice.spec.job import Optimizer as OptimizerSpec
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -46,7 +46,9 @@ def build_optimizer(
     if rounding is not None:
         if spec.name == "adamw":
             return RoundedAdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps, rounding=rounding, seed=seed)
-        return RoundedSGD(groups, lr=lr, momentum=spec.momentum, rounding=rounding, seed=seed)
+        return RoundedSGD(
+            groups, lr=lr, momentum=0.9 if spec.momentum is None else spec.momentum, rounding=rounding, seed=seed
+        )
     device = groups[0]["params"][0].device.type
     implementation = spec.implementation
     if implementation == "auto":
@@ -54,4 +56,4 @@ def build_optimizer(
     kernel = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     if spec.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=spec.betas, eps=spec.eps, **kernel)
-    return torch.optim.SGD(groups, lr=lr, momentum=spec.momentum, **kernel)
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9 if spec.momentum is None else spec.momentum, **kernel)

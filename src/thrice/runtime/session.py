@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thrice.data.batches import Batch, Position
-from thrice.optim.rounded import Rounding
 from thrice.optim.scaler import LossScaler
+from thrice.optim.stored import Rounding, StateFormat
 from thrice.spec.job import Job
 from thrice.spec.workload import Ledger
 
@@ -40,8 +40,10 @@ class Session:
     ledger: Ledger
     device: torch.device
     model: nn.Module
+    output: Callable[[Tensor], Tensor]
+    """Inputs -> what the loss takes: the model's own output, or what its head would have turned into it (head)."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    """(model output, targets) -> the sum of the loss over the targets that count, a float32 scalar."""
+    """(output, targets) -> the sum of the loss over the targets that count, a float32 scalar (head)."""
     example: Callable[[], Batch]
     """A micro-batch of the job's full size, its content of no meaning; for what measures before it runs."""
     lr_at: Callable[[int], float]
@@ -52,6 +54,10 @@ class Session:
     """Loss scaling (numerics)."""
     rounding: Rounding | None = None
     """How an update is rounded where parameters are stored in bfloat16 (numerics)."""
+    states: StateFormat | None = None
+    """How the optimizer's states are stored between updates; None in float32 (states)."""
+    in_backward: bool = False
+    """Whether each parameter is updated, and its gradient freed, within backward (update)."""
     applied: dict[str, str] = field(default_factory=dict)
     """Technique -> what it did, in one line; written by `compose`."""
     progress: Progress = field(default_factory=Progress)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 import torch
 
 from thrice.errors import Problem
+from thrice.optim.stored import StateFormat
 from thrice.spec.job import Job
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ class Claim(IntEnum):
 class Arithmetic:
     """A low precision, in plain torch's terms: what LOWER_PRECISION allows is what this loses by itself."""
 
-    stored: torch.dtype
+    stored: torch.dtype = torch.float32
     """Of the parameters."""
-    computed: torch.dtype | None
+    computed: torch.dtype | None = None
     """Autocast's dtype; None where compute is in the parameters' own."""
+    states: StateFormat | None = None
+    """Of the optimizer's states between updates; None is float32."""
 
 
 class Stage(IntEnum):
@@ -49,8 +52,12 @@ class Stage(IntEnum):
 
     NUMERICS = 10
     """First: how parameters are stored and computed with decides how many bytes everything later handles."""
+    LAYERS = 15
+    """Layers are exchanged for others that compute the same: what wraps whole blocks has to find them in place."""
     BLOCKS = 20
-    """What wraps the forward of blocks; it may measure them, under the numerics set before."""
+    """What wraps the forward of blocks; it may measure them, under the numerics and layers set before."""
+    COMPILE = 25
+    """Around everything that a block does, recomputation included, so that it is one graph."""
     OPTIMIZER = 30
     """Last: parameters have their final storage, so states can be built on them."""
 
@@ -59,7 +66,13 @@ class Slot(StrEnum):
     """A resource that one technique owns; two that name the same one cannot be combined."""
 
     NUMERICS = "numerics"
+    ATTENTION = "attention"
+    HEAD = "head"
+    NORMS = "norms"
     RECOMPUTE = "recompute"
+    COMPILE = "compile"
+    STATES = "states"
+    UPDATE = "update"
 
 
 class Technique(Protocol):

@@ -88,14 +88,18 @@ class Decoder:
 class Optimizer:
     """What turns gradients into an update."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "lamb", "lars", "muon"] = "adamw"
+    """`lamb` and `lars` keep AdamW and SGD stable in very large batches. `muon` orthogonalises the momentum of the
+    blocks' matrices and leaves everything else to AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
+    """Decay rates of AdamW and LAMB, and of the AdamW beside Muon."""
     eps: float = 1e-8
-    momentum: float = 0.9
-    """SGD's."""
+    momentum: float | None = None
+    """SGD's and LARS's, 0.9 where not given; Muon's, 0.95 where not given."""
+    trust_coefficient: float | None = None
+    """LARS: the share of a tensor's norm that one update may move at lr = 1; 0.001 where not given."""
     weight_decay: float = 0.1
-    """Decoupled (AdamW) or added to the gradient (SGD); biases and norms are left out."""
+    """Decoupled (AdamW, LAMB, Muon) or added to the gradient (SGD, LARS); biases and norms are left out."""
     clip: float | None = 1.0
     """Largest norm of the whole gradient; "none" leaves it as it is."""
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
@@ -104,8 +108,9 @@ class Optimizer:
     def check(self) -> Iterator[Problem]:
         for beta in self.betas:
             yield from within(0, 1, betas=beta)
-        yield from within(0, 1, momentum=self.momentum)
-        yield from positive(eps=self.eps, clip=self.clip)
+        if self.momentum is not None:
+            yield from within(0, 1, momentum=self.momentum)
+        yield from positive(eps=self.eps, clip=self.clip, trust_coefficient=self.trust_coefficient)
         yield from at_least(0, weight_decay=self.weight_decay)
 
 

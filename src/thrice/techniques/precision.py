@@ -18,8 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thrice.errors import Problem
-from thrice.optim.rounded import Rounding
 from thrice.optim.scaler import LossScaler
+from thrice.optim.stored import Rounding
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Arithmetic, Claim, Slot, Stage
 from thrice.spec.job import Job, at_least, positive

@@ -6,27 +6,24 @@ The same loss and gradients to the last bit, dropout included, for less memory a
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from thrice.data.batches import Batch
 from thrice.errors import ConfigError, Infeasible, Problem
 from thrice.model.anatomy import Block, blocks
 from thrice.observe.trace import Tracer
+from thrice.runtime.fakes import faked
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Claim, Slot, Stage
 from thrice.spec.job import Job, at_least
@@ -190,10 +187,11 @@ class Cost:
 def costs(session: Session, mode: Mode) -> list[Cost | None]:
     """Each block's cost under `mode`, from the trace of a forward and backward on fake tensors.
 
-    None for a block that has no such mode. Nothing is computed, and the session's model is not touched.
+    None for a block that has no such mode. Nothing is computed, and the session's model is as it was.
     """
-    with _faked(session) as (model, batch):
-        parts = blocks(model)
+    model = session.model
+    with faked(model):
+        parts, batch = blocks(model), session.example()
         if mode == "attention_only" and not all(block.attention for block in parts):
             return [None] * len(parts)
         tracer = Tracer(model)
@@ -205,25 +203,13 @@ def costs(session: Session, mode: Mode) -> list[Cost | None]:
             _watched(block.module, tracer, held, index, read=Tracer.live_bytes)
         with tracer:
             with session.compute():
-                loss = session.loss(model(batch.inputs), batch.targets)
+                loss = session.loss(session.output(batch.inputs), batch.targets)
             forward_flops = list(flops)
             torch.autograd.backward(loss)
     return [
         Cost(held_bytes=held_bytes, recomputed_flops=both - once)
         for held_bytes, both, once in zip(held, flops, forward_flops, strict=True)
     ]
-
-
-@contextmanager
-def _faked(session: Session) -> Iterator[tuple[nn.Module, Batch]]:
-    """A copy of the model, and a micro-batch, on fake tensors; in a rehearsal they are fake already."""
-    with ExitStack() as stack:
-        mode = torch._guards.detect_fake_mode(list(session.model.parameters()))
-        if mode is None:
-            mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        with FakeCopyMode(mode):
-            model = copy.deepcopy(session.model)
-        yield model, session.example()
 
 
 def _watched(

@@ -21,6 +21,7 @@ from torch.optim.sgd import sgd
 from thrice.spec.seed import key
 
 Rounding = Literal["stochastic", "compensated"]
+StateFormat = Literal["bf16", "8bit"]
 
 
 def round_stochastically(x: Tensor, generator: Generator) -> Tensor:

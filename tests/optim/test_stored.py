@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thrice.observe.trace import Tracer
-from thrice.optim.rounded import RoundedAdamW, RoundedSGD, round_stochastically
+from thrice.optim.stored import RoundedAdamW, RoundedSGD, round_stochastically
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}
