@@ -29,7 +29,7 @@ from thrice.compose import build_model, compose
 from thrice.data.batches import Position
 from thrice.data.load import Data
 from thrice.optim.build import parameter_groups
-from thrice.optim.schedules import lr_at
+from thrice.optim.schedules import learning_rate
 from thrice.run_folder import RunFolder
 from thrice.spec.dump import dump
 from thrice.spec.job import Decoder, Job
@@ -49,6 +49,7 @@ def hand_written(job: Job, data: Data) -> tuple[nn.Module, Callable[[], None]]:
     optimizer = torch.optim.AdamW(groups, lr=job.lr, betas=job.optimizer.betas, eps=job.optimizer.eps, fused=True)
     parameters = list(model.parameters())
     position, steps = Position(), 0
+    lr_at = learning_rate(job)
 
     def step() -> None:
         nonlocal position, steps
@@ -62,7 +63,7 @@ def hand_written(job: Job, data: Data) -> tuple[nn.Module, Callable[[], None]]:
             total += loss.item()
         nn.utils.clip_grad_norm_(parameters, job.optimizer.clip or float("inf")).item()
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(steps, peak=job.lr, schedule=job.schedule, total_steps=job.steps())
+            group["lr"] = lr_at(steps, 0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         steps += 1

@@ -35,6 +35,8 @@ FLOORS = {
     "job_file": 5,
     "observe": 6,
     "verify": 7,
+    "reference": 7,
+    "certificate": 7,
     "diagnose": 7,
     "report": 8,
     "cli": 8,

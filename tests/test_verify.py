@@ -13,18 +13,20 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from thrice.certificate import Certificate
 from thrice.compose import compose
-from thrice.data.batches import Batch, Position, Windows
+from thrice.data.batches import Batch, Position, Windows, order
 from thrice.data.load import Data, load_data
 from thrice.errors import ConfigError
 from thrice.model import decoder as decoder_module
 from thrice.optim.scaler import LossScaler
+from thrice.reference import plain_windows
 from thrice.runtime.session import Session
-from thrice.spec.job import Decoder, Job, Optimizer
+from thrice.spec.job import BatchRamp, Decoder, Job, Optimizer
 from thrice.techniques import recompute as recompute_module
 from thrice.techniques.precision import Precision
 from thrice.techniques.recompute import Recompute
-from thrice.verify import Certificate, plain_windows, verify
+from thrice.verify import verify
 
 
 def job_for(corpus: Path, **changes: object) -> Job:
@@ -148,8 +150,8 @@ def test_last_window_dropped(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> N
     job = job_for(corpus)
     at = Windows.at
 
-    def dropping(self: Windows, position: Position) -> tuple[np.ndarray, Position]:
-        return at(replace(self, last_window="drop"), position)
+    def dropping(self: Windows, position: Position, global_batch: int) -> tuple[np.ndarray, Position]:
+        return at(replace(self, last_window="drop"), position, global_batch)
 
     monkeypatch.setattr(Windows, "at", dropping)
     certificate = verify(job, load_data(job), steps=3)
@@ -235,7 +237,7 @@ def test_update_with_another_rate(corpus: Path) -> None:
 
     def fault(session: Session) -> None:
         right = session.lr_at
-        session.lr_at = lambda step: right(step) * 1.01
+        session.lr_at = lambda steps, samples: right(steps, samples) * 1.01
 
     job = job_for(corpus)
     caught(verify(job, load_data(job), steps=1, compose=composed_with(fault)), "parameter")
@@ -280,18 +282,64 @@ def test_lower_than_the_precision_asked_for(mode: str, worse: torch.dtype, corpu
 
 def test_windows_are_the_laws_and_not_the_loaders(corpus: Path) -> None:
     job = job_for(corpus)
-    given = plain_windows(job, 11, 3)
-    jumps, ids = zip(*[next(given) for _ in range(4)], strict=True)
+    jumps, ids = walked(job, 11, 3, 4)
     assert [len(window) for window in ids] == [4, 4, 3, 4]
     assert sorted(i for window in ids[:3] for i in window) == list(range(11))
-    assert jumps == (None, None, None, None), "an epoch of three windows needs no jump"
-    jumps, ids = zip(*[next(plain_windows(job, 99, 2)) for _ in range(1)], strict=True)
-    given = plain_windows(job, 99, 2)
-    _, (jump, last) = next(given), next(given)
-    assert (jump, len(last)) == (Position(epoch=0, offset=96), 3)
-    dropped = plain_windows(replace(job, last_window="drop"), 99, 2)
-    _, (jump, last) = next(dropped), next(dropped)
-    assert (jump, len(last)) == (Position(epoch=0, offset=92), 4)
+    assert jumps == [None, None, None, None], "an epoch of three windows needs no jump"
+    jumps, ids = walked(job, 99, 2, 2)
+    assert (jumps[1], len(ids[1])) == (Position(epoch=0, offset=96), 3)
+    jumps, ids = walked(replace(job, last_window="drop"), 99, 2, 2)
+    assert (jumps[1], len(ids[1])) == (Position(epoch=0, offset=92), 4)
+    growing = replace(job, batch_ramp=BatchRamp(start=2, samples=6))
+    jumps, ids = walked(growing, 99, 9, 5)
+    assert [len(window) for window in ids] == [2, 2, 2, 4, 4]
+    assert [i for window in ids for i in window] == [int(i) for i in order(growing.seed, 0, 99, range(14))], (
+        "a ramp changes no sample's place"
+    )
+
+
+def walked(job: Job, count: int, steps: int, windows: int) -> tuple[list[Position | None], list[list[int]]]:
+    taken: list[list[int]] = []
+    jumps = []
+    for jump, ids in plain_windows(job, count, steps, taken):
+        jumps.append(jump)
+        taken.append(ids)
+        if len(taken) == windows:
+            break
+    return jumps, taken
+
+
+def test_a_growing_batch(corpus: Path) -> None:
+    job = job_for(
+        corpus, global_batch=8, batch_ramp=BatchRamp(start=2, samples=9), lr_scaling="linear", base_global_batch=8
+    )
+    certificate = verify(job, load_data(job), steps=5)
+    assert certificate.ok, certificate.first_difference
+    assert [len(ids) for ids in certificate.samples] == [2, 2, 4, 6, 1], (
+        "286 samples, less 5 held out: 281 = 35 × 8 + 1"
+    )
+    assert any("grows from 2 to 8" in note for note in certificate.notes)
+
+
+def test_a_ramp_that_counts_steps_and_not_samples(corpus: Path) -> None:
+    def fault(session: Session) -> None:
+        ledger = session.ledger
+        session.ledger = replace(ledger, ramp=replace(ledger.ramp, samples=2 * ledger.ramp.samples))
+
+    job = job_for(corpus, global_batch=8, batch_ramp=BatchRamp(start=2, samples=9))
+    certificate = verify(job, load_data(job), steps=5, compose=composed_with(fault))
+    assert certificate.first_difference is not None
+    assert certificate.first_difference.kind == "sample_ids"
+
+
+def test_lr_scaled_twice(corpus: Path) -> None:
+    def fault(session: Session) -> None:
+        right = session.lr_at
+        session.lr_at = lambda steps, samples: right(steps, samples) * 4 / 2
+
+    job = job_for(corpus, lr_scaling="linear", base_global_batch=2)
+    assert verify(job, load_data(job), steps=1).ok
+    caught(verify(job, load_data(job), steps=1, compose=composed_with(fault)), "parameter")
 
 
 def test_skipped_steps_are_noted_and_not_counted(corpus: Path) -> None:

@@ -13,7 +13,7 @@ from thrice.errors import ConfigError, Problem
 from thrice.model.decoder import build_decoder
 from thrice.model.loss import cross_entropy_sum
 from thrice.optim.build import build_optimizer
-from thrice.optim.schedules import lr_at
+from thrice.optim.schedules import learning_rate
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Claim
 from thrice.spec.job import Job
@@ -41,6 +41,16 @@ def claim(job: Job) -> Claim:
     return max([cut, *parts])
 
 
+def mathematics(job: Job) -> Iterator[str]:
+    """What makes the job another algorithm than AdamW or SGD at a fixed batch: knowingly, and said (semantics)."""
+    other = {"lamb": ("LAMB", "AdamW"), "lars": ("LARS", "SGD"), "muon": ("Muon", "AdamW")}.get(job.optimizer.name)
+    if other is not None:
+        yield f"{other[0]} is another algorithm than {other[1]}, not another way to run it"
+    ramp = job.ledger().ramp
+    if ramp is not None:
+        yield f"the batch grows from {ramp.start} to {ramp.target}: another algorithm than at a fixed batch"
+
+
 def compose(
     job: Job, *, vocabulary: int, device: torch.device | None = None, model: nn.Module | None = None
 ) -> Session:
@@ -65,11 +75,18 @@ def compose(
         output=model,
         loss=cross_entropy_sum,
         example=partial(_example, ledger, device),
-        lr_at=partial(lr_at, peak=ledger.lr, schedule=job.schedule, total_steps=job.steps()),
+        lr_at=learning_rate(job),
     )
     for technique in sorted(job.techniques, key=lambda technique: technique.stage):
         session.applied[technique.name] = technique.apply(session)
-    session.optimizer = build_optimizer(model, job.optimizer, lr=ledger.lr, seed=job.seed, rounding=session.rounding)
+    optimizer = build_optimizer(
+        model,
+        job.optimizer,
+        lr=ledger.lr,
+        seed=job.seed,
+        rounding=session.rounding,
+    )
+    session.optimizer = optimizer
     return session
 
 

@@ -2,6 +2,7 @@
 
 ThriceError                  1   anything a user can act on
 ├── Diverged                 1   the loss or a gradient is not finite; nothing was updated
+│   └── Spoilt               1   the same, and part of the parameters are updated with it
 ├── UsageError               2   a command or a folder is not usable as asked
 │   └── ConfigError          2   the file or a flag: every problem at once
 ├── Infeasible               3   no legal way to do it on this machine
@@ -27,6 +28,10 @@ class ThriceError(Exception):
 
 
 class Diverged(ThriceError):
+    pass
+
+
+class Spoilt(Diverged):
     pass
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thrice.data.batches import Batch
-from thrice.errors import DataError, Diverged
+from thrice.errors import DataError, Diverged, Spoilt
 from thrice.model.mode import evaluating
 from thrice.runtime.session import Session, scalar
 
@@ -38,10 +38,13 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     """Takes one optimizer step on a window of micro-batches, or leaves everything as it was.
 
     Raises Diverged where the loss or a gradient is not finite and no loss scale explains it, DataError where
-    the input itself is not finite; nothing was updated then.
+    the input itself is not finite; nothing was updated then. Raises Spoilt where such a gradient was applied
+    already (optimizer in backward).
     """
     optimizer, scaler, progress = session.optimizer, session.scaler, session.progress
-    lr = session.lr_at(progress.step)
+    lr = session.lr_at(progress.step, progress.samples)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
     # the count of the whole window is known before its first backward
     count = sum(batch.count for batch in window)
@@ -59,7 +62,8 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if scaler is not None:
         scaler.unscale_(gradients)
-    norm_tensor = torch.nn.utils.get_total_norm(gradients)
+    in_backward = session.in_backward
+    norm_tensor = in_backward.take_norm() if in_backward is not None else torch.nn.utils.get_total_norm(gradients)
     norm = scalar(norm_tensor)
 
     # step or skip; a loss that is not finite can have a finite gradient, and no loss scale is to blame for it
@@ -79,15 +83,15 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     clip = session.job.optimizer.clip
     if clip is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm_tensor)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+    if in_backward is None:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if scaler is not None:
         scaler.stepped()
 
     # the schedule counts steps that were taken
     progress.step += 1
+    progress.samples += sum(len(batch.sample_ids) for batch in window)
     progress.tokens += count
     return StepResult(taken=True, loss=loss, grad_norm=norm, lr=lr, tokens=count)
 
@@ -95,7 +99,9 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
 def _forward_backward(session: Session, batch: Batch, divisor: float) -> Tensor:
     with session.compute():
         loss_sum = session.loss(session.output(batch.inputs), batch.targets)
-    torch.autograd.backward(loss_sum / divisor)
+    # what is applied within backward cannot be taken back
+    if session.in_backward is None or math.isfinite(scalar(loss_sum.detach())):
+        torch.autograd.backward(loss_sum / divisor)
     return loss_sum.detach()
 
 
@@ -112,6 +118,12 @@ def _not_finite(session: Session, window: Sequence[Batch], losses: Sequence[Tens
     bad = [batch for batch, loss in zip(window, losses, strict=True) if not math.isfinite(scalar(loss))]
     what = "the loss" if bad else f"the gradient (norm {norm})"
     samples = _listed([sample for batch in bad or window for sample in batch.sample_ids])
+    if session.in_backward is not None and not bad:
+        return Spoilt(
+            f"{what} of step {step} is not finite (samples {samples}), and was applied within backward\n"
+            "  the parameters are spoilt: go back to a checkpoint, and lower lr, warm up longer, or leave "
+            "optimizer_in_backward out"
+        )
     return Diverged(
         f"{what} of step {step} is not finite (samples {samples}); nothing was updated\n  lower lr or warm up longer"
     )

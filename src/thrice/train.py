@@ -16,7 +16,7 @@ from thrice import checkpoint
 from thrice.compose import claim, compose
 from thrice.data.batches import Batch, cut
 from thrice.data.load import Data, load_data
-from thrice.errors import DataError, Diverged, Interrupted
+from thrice.errors import DataError, Diverged, Interrupted, Spoilt
 from thrice.model.decoder import generate
 from thrice.observe.trace import Trace, Tracer
 from thrice.run_folder import RunFolder
@@ -167,7 +167,7 @@ class Run:
         """One window: fetched, stepped on (and `traced` into trace.json), logged."""
         progress = self.session.progress
         before = time.perf_counter()
-        window, after = self.data.window(progress.position)
+        window, after = self.data.window(progress.position, self.session.ledger.global_batch_at(progress.samples))
         window = [batch.to(self.session.device) for batch in window]
         if traced:
             with Tracer(self.session.model, self.session.optimizer) as tracer:
@@ -182,6 +182,8 @@ class Run:
     def step(self, window: list[Batch]) -> StepResult:
         try:
             return train_step(self.session, window)
+        except Spoilt:
+            raise
         except (Diverged, DataError) as error:  # nothing was updated
             self.save()
             raise type(error)(

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from runs import tiny
+from thrice.certificate import Certificate, Row
 from thrice.data.load import load_data
 from thrice.errors import ConfigError, DataError
 from thrice.report.terminal import as_json, certificate_table, dry_run, dry_run_lines, printable
 from thrice.spec.job import Decoder, Optimizer
 from thrice.techniques.precision import Precision
-from thrice.verify import Certificate, Row
 
 
 def row(kind: str, deviation: float, tensor: str = "") -> Row:

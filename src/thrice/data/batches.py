@@ -206,8 +206,12 @@ class Windows:
                 f'  → global_batch = {self.count} or less, last_window = "step", or more data'
             )
 
-    def at(self, position: Position) -> tuple[Ids, Position]:
-        """The sample ids of the window at `position`, 1-D, and the position after it."""
+    def at(self, position: Position, global_batch: int | None = None) -> tuple[Ids, Position]:
+        """The sample ids of the window at `position`, 1-D, and the position after it.
+
+        `global_batch` is that of the moment where it grows.
+        """
+        wanted = global_batch or self.global_batch
         epoch, start = position.epoch, position.offset
         if not 0 <= start <= self.count:
             raise DataError(
@@ -215,9 +219,9 @@ class Windows:
                 "that of the run it continues\n"
                 "  → resume with the data the run began with, or start a new one"
             )
-        if self.count - start < (self.global_batch if self.last_window == "drop" else 1):
+        if self.count - start < (wanted if self.last_window == "drop" else 1):
             epoch, start = epoch + 1, 0
-        stop = min(start + self.global_batch, self.count)
+        stop = min(start + wanted, self.count)
         first, last = start // _BLOCK_SAMPLES, (stop - 1) // _BLOCK_SAMPLES
         blocks = [_block(self.seed, epoch, self.count, block) for block in range(first, last + 1)]
         begin = start - first * _BLOCK_SAMPLES

@@ -24,9 +24,12 @@ class Data:
     """Files of the job's folders that are left out."""
     micro_batch: int
 
-    def window(self, position: Position) -> tuple[list[Batch], Position]:
-        """The micro-batches of the window at `position`, on the host, and the position after it."""
-        ids, after = self.windows.at(position)
+    def window(self, position: Position, global_batch: int | None = None) -> tuple[list[Batch], Position]:
+        """The micro-batches of the window at `position`, on the host, and the position after it.
+
+        `global_batch` is the number of its samples where that is not yet the job's (batch ramp).
+        """
+        ids, after = self.windows.at(position, global_batch)
         return [self.train.batch(part) for part in cut(ids, self.micro_batch)], after
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from thrice.certificate import Certificate, Row
 from thrice.compose import claim, default_device, refuse
 from thrice.data.batches import Windows, split
 from thrice.data.cache import cache_folder
@@ -26,7 +27,6 @@ from thrice.run_folder import RunFolder, is_used
 from thrice.runtime import memory
 from thrice.spec.job import Job
 from thrice.train import remarks
-from thrice.verify import Certificate, Row
 
 
 def certificate_table(certificate: Certificate) -> None:

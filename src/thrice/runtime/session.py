@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thrice.data.batches import Batch, Position
+from thrice.optim.in_backward import InBackward
 from thrice.optim.scaler import LossScaler
 from thrice.optim.stored import Rounding, StateFormat
 from thrice.spec.job import Job
@@ -26,6 +27,8 @@ class Progress:
 
     step: int = 0
     """Optimizer steps taken: what the schedule counts."""
+    samples: int = 0
+    """Samples of those steps: what a batch ramp counts."""
     skipped_steps: int = 0
     """Windows whose step the loss scaler skipped, or that had no target."""
     position: Position = field(default_factory=lambda: Position(epoch=0, offset=0))
@@ -46,8 +49,8 @@ class Session:
     """(output, targets) -> the sum of the loss over the targets that count, a float32 scalar (head)."""
     example: Callable[[], Batch]
     """A micro-batch of the job's full size, its content of no meaning; for what measures before it runs."""
-    lr_at: Callable[[int], float]
-    """Steps taken -> the learning rate of the next one."""
+    lr_at: Callable[[int, int], float]
+    """(steps taken, samples of them) -> the learning rate of the next one."""
     compute: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered around the forward of each micro-batch (numerics)."""
     scaler: LossScaler | None = None
@@ -56,8 +59,8 @@ class Session:
     """How an update is rounded where parameters are stored in bfloat16 (numerics)."""
     states: StateFormat | None = None
     """How the optimizer's states are stored between updates; None in float32 (states)."""
-    in_backward: bool = False
-    """Whether each parameter is updated, and its gradient freed, within backward (update)."""
+    in_backward: InBackward | None = None
+    """Updates each parameter, and frees its gradient, within backward (update)."""
     applied: dict[str, str] = field(default_factory=dict)
     """Technique -> what it did, in one line; written by `compose`."""
     progress: Progress = field(default_factory=Progress)

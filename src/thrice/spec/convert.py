@@ -39,14 +39,21 @@ def convert(value: object, hint: Any, key: str) -> Any:
     """`value`, given for `key`, as the type that `hint` names. Raises Unfit.
 
     int (a `..._bytes` key also takes "512MiB"), float (an int too, finite), bool, str, Literal, tuple (what
-    is not a list is one element) and any of them `| None`, for which the word "none" or null is None.
+    is not a list is one element) and any of them `| None`, for which the word "none" or null is None, or with a
+    Literal of words that stand for a value.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        (inner,) = (argument for argument in arguments if argument is not NoneType)
-        if value is None or (value == "none" and "none" not in get_args(inner)):
+        given = [argument for argument in arguments if argument not in (NoneType, None)]
+        *words, inner = sorted(given, key=lambda argument: get_origin(argument) is not Literal)
+        if NoneType in arguments and (value is None or (value == "none" and "none" not in get_args(inner))):
             return None
-        return convert(value, inner, key)
+        if words and value in get_args(words[0]):
+            return str(value)
+        try:
+            return convert(value, inner, key)
+        except Unfit as unfit:
+            raise Unfit(" or ".join([unfit.why, *map(toml, get_args(words[0]) if words else ())]), unfit.fix) from None
     if origin is Literal:
         return _choice(value, arguments, key)
     if origin is tuple:

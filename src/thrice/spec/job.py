@@ -7,12 +7,13 @@ checked in `check`, each class by itself; the loader collects all problems befor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from thrice.errors import Problem
-from thrice.spec.workload import Ledger, divide
+from thrice.spec.workload import Ledger, Ramp, divide
 
 
 def at_least(least: float, **values: float | None) -> Iterator[Problem]:
@@ -118,16 +119,57 @@ class Optimizer:
 class Schedule:
     """The learning rate over optimizer steps: warm-up, then decay."""
 
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """`wsd` (warm-up, stable, decay) stays at the peak and falls linearly over the last `decay_steps`."""
     warmup_steps: int = 0
     """Steps from peak/warmup_steps up to the peak; the first step is never lost to a rate of 0."""
+    warmup_samples: int | None = None
+    """The same in samples, in place of warmup_steps: as long whatever the batch."""
+    decay_steps: int | None = None
+    """wsd: how long the decay is; a tenth of the run where not given."""
     min_lr_ratio: float = 0.1
     """Where the decay ends, as a share of the peak."""
 
     def check(self) -> Iterator[Problem]:
         yield from at_least(0, warmup_steps=self.warmup_steps)
+        yield from at_least(1, warmup_samples=self.warmup_samples, decay_steps=self.decay_steps)
+        if self.warmup_steps and self.warmup_samples is not None:
+            yield Problem(
+                key="warmup_samples",
+                value=self.warmup_samples,
+                why=f"warmup_steps = {self.warmup_steps} is given too, and both say how long to warm up",
+                fix="keep one of the two",
+            )
+        if self.decay_steps is not None and self.decay != "wsd":
+            yield Problem(
+                key="decay_steps",
+                value=self.decay_steps,
+                why=f'it belongs to decay = "wsd"; {self.decay} takes up the whole run',
+                fix='leave it out, or set decay = "wsd"',
+            )
         if not 0 <= self.min_lr_ratio <= 1:
             yield Problem(key="min_lr_ratio", value=self.min_lr_ratio, why="it must be from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """A global batch that grows from `start` to global_batch; another training than at a fixed batch, knowingly."""
+
+    start: int | None = None
+    """Samples of the first step; no ramp where not given."""
+    samples: int | None = None
+    """Samples of training over which it grows."""
+    increment: int | None = None
+    """Samples by which it grows each time; `start` where not given."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from at_least(1, start=self.start, samples=self.samples, increment=self.increment)
+        if self.start is None:
+            for key, value in (("samples", self.samples), ("increment", self.increment)):
+                if value is not None:
+                    yield Problem(key=key, value=value, why="there is no ramp without its start", fix="start = 8")
+        elif self.samples is None:
+            yield Problem(key="samples", why="nothing says how long the batch grows", fix="samples = 10000")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +218,8 @@ class Job:
     """Tokens per sample."""
     global_batch: int | None = None
     """Samples per optimizer step."""
-    micro_batch: int | None = None
-    """Samples per device and backward."""
+    micro_batch: int | Literal["auto"] | None = None
+    """Samples per device and backward; "auto" takes the largest that fits and pays, by rehearsal and measurement."""
     grad_accum_steps: int | None = None
     """Backwards per optimizer step."""
     last_window: Literal["step", "drop"] = "step"
@@ -188,6 +230,10 @@ class Job:
     """Tokens to train on, in place of max_steps; rounded up to whole steps of global_batch × sequence tokens."""
     lr: float = 3e-4
     """Peak learning rate."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How `lr`, right for base_global_batch, follows global_batch; applied once, whatever the number of devices."""
+    base_global_batch: int | None = None
+    """The global batch that `lr` was found for."""
     seed: int = 0
     """Of the initial weights, the order of the data and dropout."""
     processes: int = 1
@@ -198,6 +244,7 @@ class Job:
     decoder: Decoder = field(default_factory=Decoder)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
+    batch_ramp: BatchRamp = field(default_factory=BatchRamp)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     evaluation: Evaluation = field(default_factory=Evaluation)
     techniques: tuple[Any, ...] = ()
@@ -205,8 +252,9 @@ class Job:
 
     def check(self) -> Iterator[Problem]:
         yield from at_least(1, sequence=self.sequence, processes=self.processes, log_every=self.log_every)
-        yield from at_least(1, global_batch=self.global_batch, micro_batch=self.micro_batch)
-        yield from at_least(1, grad_accum_steps=self.grad_accum_steps)
+        micro_batch = None if self.micro_batch == "auto" else self.micro_batch
+        yield from at_least(1, global_batch=self.global_batch, micro_batch=micro_batch)
+        yield from at_least(1, grad_accum_steps=self.grad_accum_steps, base_global_batch=self.base_global_batch)
         yield from at_least(1, max_steps=self.max_steps, max_tokens=self.max_tokens)
         yield from within(0, 2**63, seed=self.seed)
         yield from positive(lr=self.lr)
@@ -243,22 +291,60 @@ class Job:
                 why=f"the model has {positions} positions (decoder.max_positions)",
                 fix=f"sequence = {positions}, or leave decoder.max_positions out",
             )
-        given = (self.global_batch, self.micro_batch, self.grad_accum_steps, self.processes)
+        if self.lr_scaling != "none" and self.base_global_batch is None:
+            yield Problem(
+                key="base_global_batch",
+                why=f'lr_scaling = "{self.lr_scaling}" has to know the batch that lr = {self.lr:g} was found for',
+                fix=f"base_global_batch = {self.global_batch or 32}",
+            )
+        given = (self.global_batch, micro_batch, self.grad_accum_steps, self.processes)
         if all(value is None or value >= 1 for value in given):
             divided = self._divide()
             if isinstance(divided, Problem):
                 yield divided
+            else:
+                yield from self._check_ramp(*divided)
+
+    def _check_ramp(self, global_batch: int, micro_batch: int, grad_accum_steps: int) -> Iterator[Problem]:
+        start, increment = self.batch_ramp.start, self.batch_ramp.increment or self.batch_ramp.start
+        if start is None or increment is None or min(start, increment) < 1:
+            return
+        unit = self.processes * (1 if self.micro_batch == "auto" else micro_batch)
+        for key, value in (("batch_ramp.start", start), ("batch_ramp.increment", increment)):
+            if value % unit:
+                yield Problem(
+                    key=key,
+                    value=value,
+                    why=f"the batch grows in whole micro-batches, of micro_batch {micro_batch} × data_parallel "
+                    f"{self.processes} = {unit} samples",
+                    fix=f"{key} = {-(-value // unit) * unit}, or a smaller micro_batch",
+                )
+        if start >= global_batch or (global_batch - start) % increment:
+            yield Problem(
+                key="batch_ramp.start",
+                value=start,
+                why=f"steps of {increment} samples do not lead from it up to global_batch = {global_batch}",
+                fix=f"global_batch = {start + max(1, round((global_batch - start) / increment)) * increment}",
+            )
 
     def _divide(self) -> tuple[int, int, int] | Problem:
+        if self.micro_batch == "auto" and (self.global_batch is None or self.grad_accum_steps is not None):
+            return Problem(
+                key="micro_batch",
+                value="auto",
+                why="it is chosen so that global_batch stays what it is, and grad_accum_steps follows from it",
+                fix="set global_batch and leave grad_accum_steps out",
+            )
         return divide(
             global_batch=self.global_batch,
-            micro_batch=self.micro_batch,
+            micro_batch=None if self.micro_batch == "auto" else self.micro_batch,
             grad_accum_steps=self.grad_accum_steps,
             data_parallel=self.processes,
         )
 
     def ledger(self) -> Ledger:
-        """How the global batch is cut. The job has passed `check`."""
+        """How the global batch is cut. The job has passed `check`, and `micro_batch` is no longer open."""
+        assert self.micro_batch != "auto", "to be settled before anything is built"
         divided = self._divide()
         assert not isinstance(divided, Problem), divided
         global_batch, micro_batch, grad_accum_steps = divided
@@ -268,13 +354,30 @@ class Job:
             data_parallel=self.processes,
             global_batch=global_batch,
             sequence=self.sequence,
-            lr=self.lr,
-            lr_from="as given",
+            lr=self.peak_lr(global_batch),
+            lr_from="as given"
+            if self.lr_scaling == "none"
+            else f"{self.lr_scaling}: {self.lr:g} at base_global_batch {self.base_global_batch}",
+            ramp=self._ramp(global_batch),
         )
+
+    def peak_lr(self, global_batch: int) -> float:
+        """`lr` as it follows the batch: the linear rule of arXiv:1706.02677, or the square root's (arXiv:1404.5997)."""
+        if self.lr_scaling == "none" or self.base_global_batch is None:
+            return self.lr
+        larger = global_batch / self.base_global_batch
+        return self.lr * (larger if self.lr_scaling == "linear" else math.sqrt(larger))
+
+    def _ramp(self, global_batch: int) -> Ramp | None:
+        ramp = self.batch_ramp
+        if ramp.start is None or ramp.samples is None:
+            return None
+        increment = ramp.increment or ramp.start
+        return Ramp(start=ramp.start, increment=increment, target=global_batch, samples=ramp.samples)
 
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
         if self.max_steps is not None:
             return self.max_steps
         assert self.max_tokens is not None
-        return -(-self.max_tokens // self.ledger().tokens_per_step)
+        return self.ledger().steps_for(-(-self.max_tokens // self.sequence))

@@ -13,6 +13,23 @@ from thrice.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """A global batch that grows, by the samples of the steps taken so far (as Megatron-LM's rampup-batch-size)."""
+
+    start: int
+    """Samples of the first step."""
+    increment: int
+    target: int
+    samples: int
+    """Samples after which the batch has its full size."""
+
+    def at(self, samples: int) -> int:
+        """The global batch of the step that follows `samples` samples."""
+        grown = samples * ((self.target - self.start) // self.increment) // self.samples
+        return min(self.target, self.start + self.increment * grown)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """How a step's samples are divided. Samples unless a unit says otherwise."""
 
@@ -30,6 +47,27 @@ class Ledger:
     """Peak learning rate, as used."""
     lr_from: str
     """What it was derived from."""
+    ramp: Ramp | None = None
+
+    def global_batch_at(self, samples: int) -> int:
+        """The global batch of the step that follows `samples` samples."""
+        return self.ramp.at(samples) if self.ramp is not None else self.global_batch
+
+    def samples_after(self, steps: int) -> int:
+        """Samples of the first `steps` steps, each window full."""
+        samples = taken = 0
+        while taken < steps and self.global_batch_at(samples) < self.global_batch:
+            samples += self.global_batch_at(samples)
+            taken += 1
+        return samples + (steps - taken) * self.global_batch
+
+    def steps_for(self, samples: int) -> int:
+        """Steps that take at least `samples` samples, each window full."""
+        done = steps = 0
+        while done < samples and self.global_batch_at(done) < self.global_batch:
+            done += self.global_batch_at(done)
+            steps += 1
+        return steps + -(-max(0, samples - done) // self.global_batch)
 
     @property
     def tokens_per_step(self) -> int:
@@ -39,11 +77,13 @@ class Ledger:
         return {**asdict(self), "tokens_per_step": self.tokens_per_step}
 
     def __str__(self) -> str:
+        ramp = self.ramp
+        grows = f" · from {ramp.start} by {ramp.increment} over {ramp.samples:,} samples" if ramp is not None else ""
         return (
             f"global_batch {self.global_batch} = micro_batch {self.micro_batch} "
             f"× grad_accum_steps {self.grad_accum_steps} × data_parallel {self.data_parallel}"
             f" · {self.tokens_per_step:,} tokens per step ({self.sequence} per sample)"
-            f" · lr {self.lr:g} ({self.lr_from})"
+            f"{grows} · lr {self.lr:g} ({self.lr_from})"
         )
 
 

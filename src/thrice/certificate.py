@@ -1,0 +1,86 @@
+"""What a verification found: each compared quantity with its bound, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+
+import torch
+
+from thrice.runtime.technique import Claim
+
+ALLOWED_FLOORS = 4.0
+"""A deviation passes up to this many noise floors: the floor is one draw of the same rounding, and the largest
+of some hundred draws stays within it; a missing factor or a lost term is off by thousands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One compared quantity. Deviations are ‖got − expected‖ / ‖expected‖, in float64."""
+
+    step: int
+    kind: str
+    """sample_ids, loss, gradient, grad_norm or parameter."""
+    tensor: str = ""
+    deviation: float
+    floor: float = 0.0
+    """The deviation that rounding alone brings about."""
+    allowed: float = 0.0
+    where: str
+    """The element that is furthest off: its index, what was got and what was expected."""
+
+    @property
+    def ok(self) -> bool:
+        return self.deviation <= self.allowed  # false for NaN, as it must be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    claim: str
+    steps: int
+    samples: list[list[int]]
+    """Which samples each verified step saw."""
+    notes: list[str]
+    job: str
+    """The Job, as a file that reproduces it."""
+    torch: str
+    device: str
+    rows: list[Row] = field(repr=False)
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    @property
+    def first_difference(self) -> Row | None:
+        return next((row for row in self.rows if not row.ok), None)
+
+    def as_dict(self) -> dict[str, object]:
+        rows = [{**asdict(row), "ok": row.ok} for row in self.rows]
+        first = next((row for row in rows if not row["ok"]), None)
+        return {"ok": self.ok, **asdict(self), "first_difference": first, "rows": rows}
+
+
+def judged(rows: Sequence[Row], promised: Claim) -> list[Row]:
+    """The rows with what each is allowed.
+
+    A single number's floor can be small by luck, so a quantity is held to the larger of its own floor and the
+    median floor of its kind in that step (tensors) or the largest over all steps (loss and norm). A float32
+    loss or norm is not known better than float32's spacing.
+    """
+    pools: dict[tuple[int, str], list[float]] = {}
+    for row in rows:
+        pools.setdefault(_pool(row), []).append(row.floor)
+    return [replace(row, allowed=_allowed(row, pools[_pool(row)], promised)) for row in rows]
+
+
+def _pool(row: Row) -> tuple[int, str]:
+    return (row.step if row.tensor else 0, row.kind)
+
+
+def _allowed(row: Row, pool: Sequence[float], promised: Claim) -> float:
+    if promised is Claim.BITWISE or row.kind == "sample_ids":
+        return 0.0
+    common = median(pool) if row.tensor else max(*pool, torch.finfo(torch.float32).eps)
+    return ALLOWED_FLOORS * max(row.floor, common)

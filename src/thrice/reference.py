@@ -1,0 +1,111 @@
+"""The plain loop that a job is held against: one process, the whole global batch at once, no technique.
+
+It shares the model, the optimizer's formulas and the learning rate's with the job, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from thrice.compose import build_model
+from thrice.data.batches import IGNORE, Batch, Position, order
+from thrice.optim.build import build_optimizer
+from thrice.optim.schedules import learning_rate
+from thrice.runtime.technique import Arithmetic
+from thrice.spec.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What one step of one side came to; gradients as the optimizer saw them."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+class Reference:
+    """The plain loop in an arithmetic: float32, float64, or the low precision of a job.
+
+    A float16 reference scales its loss by a constant, without which its gradients would underflow. Where states
+    are stored in fewer bits, they are rounded to them after each of torch's own updates.
+    """
+
+    def __init__(self, job: Job, vocabulary: int, device: torch.device, arithmetic: Arithmetic) -> None:
+        self.job = job
+        self.model = build_model(job, vocabulary, device).to(arithmetic.stored)
+        plain = replace(job.optimizer, implementation="auto")
+        self.optimizer = build_optimizer(self.model, plain, lr=job.lr, seed=job.seed)
+        self.states = arithmetic.states
+        self.autocast: Callable[[], AbstractContextManager[object]] = (
+            nullcontext if arithmetic.computed is None else partial(torch.autocast, device.type, arithmetic.computed)
+        )
+        self.loss_scale = 1024.0 if arithmetic.computed is torch.float16 else 1.0
+        self.lr_at = learning_rate(job)
+        self.steps = self.samples = 0
+
+    def step(self, window: list[Batch]) -> Observed:
+        """`window` is the whole global batch in one piece, or the pieces in which dropout draws its masks."""
+        count = sum(int((batch.targets != IGNORE).sum()) for batch in window)
+        loss = 0.0
+        for batch in window:
+            with self.autocast():
+                logits = self.model(batch.inputs)
+            wide = logits if logits.dtype is torch.float64 else logits.float()
+            loss_sum = nn.functional.cross_entropy(
+                wide.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+            torch.autograd.backward(loss_sum / (count / self.loss_scale))
+            loss += loss_sum.item()
+        named = dict(self.model.named_parameters())
+        for parameter in named.values():
+            if parameter.grad is not None and self.loss_scale != 1.0:
+                parameter.grad /= self.loss_scale
+        norm = nn.utils.clip_grad_norm_(named.values(), self.job.optimizer.clip or math.inf)
+        gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr_at(self.steps, self.samples)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        self.samples += sum(len(batch.sample_ids) for batch in window)
+        return Observed(
+            loss=loss / count,
+            grad_norm=norm.item(),
+            gradients=gradients,
+            parameters={n: p.detach() for n, p in named.items()},
+        )
+
+
+def plain_windows(
+    job: Job, count: int, steps: int, taken: list[list[int]]
+) -> Iterator[tuple[Position | None, list[int]]]:
+    """(where to jump to, or None; sample ids) of each window to verify, by the law and not by the job's loader.
+
+    First those from the start; the `steps`-th is the last of the epoch, and what follows it comes after. `taken`
+    are the sample ids of the steps taken so far, kept up to date by the caller: a batch ramp counts them.
+    """
+    ledger = job.ledger()
+    epoch = offset = 0
+    while True:
+        batch = ledger.global_batch_at(sum(len(ids) for ids in taken))
+        target = None
+        if len(taken) == steps - 1 and epoch == 0:
+            whole = count // batch * batch
+            last = whole if whole < count and job.last_window == "step" else whole - batch
+            if last > offset:
+                offset = last
+                target = Position(epoch=0, offset=offset)
+        if count - offset < (batch if job.last_window == "drop" else 1):
+            epoch, offset = epoch + 1, 0
+        end = min(offset + batch, count)
+        yield target, [int(i) for i in order(job.seed, epoch, count, range(offset, end))]
+        offset = end

@@ -1,0 +1,85 @@
+"""torch.compile, block by block: one graph serves all blocks of a kind, so compile time does not grow with depth.
+
+Fused kernels sum in another order and keep intermediate results in float32 that eager code rounds; random numbers
+are drawn as eager code draws them. Evaluation stays eager: its shapes change from call to call, and each would be
+compiled anew. See Ansel et al., "PyTorch 2", ASPLOS 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, final
+
+import torch
+from torch import nn
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thrice.errors import Problem
+from thrice.model.anatomy import blocks
+from thrice.runtime.session import Session
+from thrice.runtime.technique import Claim, Slot, Stage
+from thrice.spec.job import Job
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    name: ClassVar[str] = "compile"
+    stage: ClassVar[Stage] = Stage.COMPILE
+    slot: ClassVar[Slot] = Slot.COMPILE
+
+    mode: Literal["off", "blocks"] = "off"
+
+    @classmethod
+    def examples(cls) -> Iterable[Self]:
+        yield cls(mode="blocks")
+
+    def check(self) -> Iterator[Problem]:
+        return iter(())
+
+    def refuse(self, job: Job) -> Iterator[Problem]:
+        return iter(())
+
+    def apply(self, session: Session) -> str:
+        if self.mode == "off":
+            return "nothing is compiled"
+        parts = blocks(session.model)
+        if isinstance(next(session.model.parameters()), FakeTensor):
+            return f"{len(parts)} blocks, rehearsed as they are before compilation"
+        missing = _missing_compiler(session.device)
+        if missing:
+            return f"nothing is compiled: {missing}"
+        for block in parts:
+            _compile(block.module)
+        return f"{len(parts)} blocks, compiled in the first step"
+
+    def claim(self) -> Claim:
+        return Claim.BITWISE if self.mode == "off" else Claim.ROUNDING
+
+    def arithmetic(self) -> None:
+        return None
+
+
+def _missing_compiler(device: torch.device) -> str:
+    """Why nothing can be compiled for the device; "" where it can."""
+    if device.type != "cpu":
+        return ""  # Triton brings its own
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler was found; install g++ or clang, or name one in the environment variable CXX"
+    return ""
+
+
+def _compile(module: nn.Module) -> None:
+    eager: Callable[..., Any] = module.forward
+    # fallback_random: dropout draws the masks that eager code would draw
+    compiled = torch.compile(eager, dynamic=False, options={"fallback_random": True})
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs) if torch.is_grad_enabled() else eager(*args, **kwargs)
+
+    module.forward = forward
