@@ -78,7 +78,7 @@ def assert_same_state(got: Path, expected: Path, step: int) -> None:
         for name, tensor in theirs[0][group].items():
             same = torch.equal(_bits(ours[0][group][name]), _bits(tensor))
             assert same, f"{group} {name} differs"
-    for key in ("progress", "scaler", "optimizer_counters", "corpus", "metrics_rows"):
+    for key in ("progress", "scaler", "corpus", "metrics_rows"):
         assert ours[1][key] == theirs[1][key], key
 
 

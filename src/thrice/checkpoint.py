@@ -19,11 +19,12 @@ from thrice.errors import CheckpointError, UsageError
 from thrice.runtime import store
 from thrice.runtime.session import Progress, Session
 from thrice.spec.dump import dump
+from thrice.techniques.optimizer_states import OptimizerStates
 from thrice.techniques.precision import Precision
 
 FIXED = (
     "model", "corpus", "tokenizer", "sequence", "global_batch", "last_window", "seed", "decoder",
-    "optimizer.name", "evaluation.fraction", "precision",
+    "optimizer.name", "evaluation.fraction", "precision", "optimizer_states",
 )  # fmt: skip
 """What a run may not change when it goes on: another value makes its state meaningless. The rest may change,
 and is said aloud."""
@@ -37,7 +38,6 @@ def save(session: Session, folder: Path, *, corpus: str, metrics_rows: int) -> P
     state = {
         "progress": asdict(session.progress),
         "scaler": session.scaler.state_dict() if session.scaler is not None else None,
-        "optimizer_counters": [_counters(group) for group in session.optimizer.param_groups],
         "job": dump(session.job),
         "ledger": session.ledger.as_dict(),
         "corpus": corpus,
@@ -98,7 +98,7 @@ def restore(session: Session, path: Path, corpus: str) -> tuple[list[str], int]:
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(tensors["weights"][name])
-    _restore_optimizer(session, tensors["optimizer"], state["optimizer_counters"])
+    _restore_optimizer(session, tensors["optimizer"])
     if session.scaler is not None and state["scaler"] is not None:
         session.scaler.load_state_dict(state["scaler"])
     progress = dict(state["progress"])
@@ -126,7 +126,7 @@ def _optimizer_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}:{key}", value
 
 
-def _restore_optimizer(session: Session, saved: dict[str, Tensor], counters: list[dict[str, int]]) -> None:
+def _restore_optimizer(session: Session, saved: dict[str, Tensor]) -> None:
     # not load_state_dict: it casts states to their parameter's dtype, and float32 moments of a bfloat16
     # parameter would lose their bits
     parameters = dict(session.model.named_parameters())
@@ -137,12 +137,6 @@ def _restore_optimizer(session: Session, saved: dict[str, Tensor], counters: lis
         # torch counts steps on the host, but for its fused kernels and ours
         home = torch.device("cpu") if key == "step" and fused is False else session.device
         session.optimizer.state[parameters[parameter]][key] = tensor.to(home)
-    for group, counter in zip(session.optimizer.param_groups, counters, strict=True):
-        group.update(counter)
-
-
-def _counters(group: dict[str, Any]) -> dict[str, int]:
-    return {key: group[key] for key in ("taken",) if key in group}
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
@@ -176,7 +170,9 @@ def _changes(state: dict[str, Any], session: Session, corpus: str) -> dict[str, 
         was[key], now[key] = str(state["ledger"][key]), str(session.ledger.as_dict()[key])
     was["corpus"], now["corpus"] = state["corpus"][:12], corpus[:12]
     for settings in (was, now):
-        settings.setdefault("precision.mode", f'"{Precision().mode}"')  # what no precision means
+        # what leaving them out means
+        settings.setdefault("precision.mode", f'"{Precision().mode}"')
+        settings.setdefault("optimizer_states.format", f'"{OptimizerStates().format}"')
     return {
         key: (was.get(key, "not given"), now.get(key, "not given")) for key in was | now if was.get(key) != now.get(key)
     }

@@ -1,10 +1,15 @@
-"""Optimizers for parameters stored in bfloat16, whose 8 bits plain rounding would freeze.
+"""Optimizers whose parameters or states are kept in fewer bits than they are updated in.
 
-A weight at 1.0 has neighbours 2⁻⁸ below and 2⁻⁷ above: an update of 6e-4 rounds to nothing, every time. So
-each parameter is widened to float32, updated by torch's own arithmetic, and written back either with
-*stochastic* rounding (right on average; no memory) or *compensated* (Kahan: what was lost is kept in a second
-bfloat16 and added the next time). States are float32; the float32 copies live one parameter at a time.
-See arXiv:2010.06192 for both.
+One parameter after the other is widened to float32, updated by an optimizer's own rule, and written back; its
+states are loaded before and stored after. The float32 copies live one parameter at a time.
+
+Parameters in bfloat16: a weight at 1.0 has neighbours 2⁻⁸ below and 2⁻⁷ above, so an update of 6e-4 rounds to
+nothing, every time. It is written back with *stochastic* rounding (right on average; no memory) or *compensated*
+(Kahan: what was lost is kept in a second bfloat16 and added the next time). See arXiv:2010.06192 for both.
+
+States in bfloat16, or in 8 bits by block (blockwise.py). In 8 bits the second moment is kept as its square root:
+that is what divides the update, and it spans half the decades, so the code is nowhere coarser for it and reaches
+elements 10¹³ times below the largest of their block instead of 10⁷.
 """
 
 from __future__ import annotations
@@ -14,14 +19,74 @@ from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.adamw import adamw
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
+from thrice.optim.blockwise import BLOCK, dequantise, quantise
 from thrice.spec.seed import key
 
 Rounding = Literal["stochastic", "compensated"]
 StateFormat = Literal["bf16", "8bit"]
+
+SIGNED = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
+"""Every state that can be stored in fewer bits, by torch's names, and whether it has a sign."""
+
+LEAST_ELEMENTS = 4096
+"""Of a tensor whose states are kept in 8 bits: below, nothing is gained (the paper's own limit)."""
+
+
+def stored_format(tensor: Tensor, states: StateFormat | None) -> StateFormat | None:
+    """How the states of a parameter are stored; a state has its parameter's shape and may stand for it.
+
+    8 bits are for matrices of at least 4,096 elements: norms and biases are small, and sensitive. None is float32.
+    """
+    if states == "8bit" and (tensor.ndim < 2 or tensor.numel() < LEAST_ELEMENTS):
+        return None
+    return states
+
+
+def stored_bytes(tensor: Tensor, states: StateFormat | None) -> int:
+    """Bytes of one stored state of the parameter."""
+    elements = tensor.numel()
+    kept = stored_format(tensor, states)
+    if kept == "8bit":
+        return elements + 4 * -(-elements // BLOCK)
+    return elements * (2 if kept == "bf16" else 4)
+
+
+def store(name: str, value: Tensor, states: StateFormat | None) -> dict[str, Tensor]:
+    """The tensors, by key, that a state becomes; `value` is float32 of its parameter's shape."""
+    kept = stored_format(value, states)
+    if kept is None:
+        return {name: value}
+    if kept == "bf16":
+        return {name: value.to(torch.bfloat16)}
+    signed = SIGNED[name]
+    codes, scales = quantise(value if signed else value.sqrt(), signed=signed)
+    return {f"{name}_codes": codes, f"{name}_scales": scales}
+
+
+def load(name: str, stored: dict[str, Tensor], like: Tensor) -> Tensor:
+    """A state as it is updated: of the shape, strides and dtype of `like`; zeros where it is not there yet."""
+    if f"{name}_codes" in stored:
+        signed = SIGNED[name]
+        value = dequantise(stored[f"{name}_codes"], stored[f"{name}_scales"], signed=signed)
+        return _laid_out(value if signed else value.square_(), like)
+    return _laid_out(stored[name], like) if name in stored else torch.zeros_like(like)
+
+
+def round_trip(name: str, value: Tensor, states: StateFormat | None) -> Tensor:
+    """What a state, a float32 tensor of its parameter's shape, is worth once it was stored."""
+    return load(name, store(name, value, states), value)
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """With the dtype and the strides of `like`, by which torch's fused kernels read every operand."""
+    if tensor.stride() == like.stride():
+        return tensor.to(like.dtype)
+    return torch.empty_like(like).copy_(tensor)
 
 
 def round_stochastically(x: Tensor, generator: Generator) -> Tensor:
@@ -31,101 +96,149 @@ def round_stochastically(x: Tensor, generator: Generator) -> Tensor:
     return bits.bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
 
 
-class _Rounded(Optimizer):
-    """Widens, updates and rounds one parameter after the other; a subclass says how one is updated."""
+class Stored(Optimizer):
+    """Widens, updates and stores one parameter after the other; a subclass says how one is updated.
 
-    def __init__(self, groups: Any, defaults: dict[str, Any], *, rounding: Rounding, seed: int) -> None:
-        super().__init__(groups, {**defaults, "taken": 0})
+    `states` is how states are stored between updates (None: as they are updated), `rounding` how a bfloat16
+    parameter is written back (None: to the nearest). `seed` is stochastic rounding's, whose noise depends on it,
+    the parameter's name and its step alone. Parameters given as (name, parameter) have names; others are numbered.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        states: StateFormat | None = None,
+        rounding: Rounding | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, defaults)
+        self.states = states
         self.rounding = rounding
         self.seed = seed
 
-    def update(self, wide: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of the states that an update reads and writes."""
+        raise NotImplementedError
+
+    def update(
+        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
+        """Updates `wide` and `moments` in place; `step` counts from 1 and may not be changed."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient (any float dtype, widened to float32)."""
+        """One update of every parameter that has a gradient (any float dtype)."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        index = 0
+        number = 0
         for group in self.param_groups:
-            group["taken"] += 1
-            for parameter in group["params"]:
-                index += 1
+            names = group.get("param_names", range(number, number + len(group["params"])))
+            number += len(group["params"])
+            for name, parameter in zip(names, group["params"], strict=True):
                 if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad.float(), group, index)
+                    self._step_one(str(name), parameter, parameter.grad, group)
         return loss
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
+    def _step_one(self, name: str, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        if self.rounding == "compensated" and "compensation" not in state:
-            state["compensation"] = torch.zeros_like(parameter)
-        wide = parameter.float()
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            if self.rounding == "compensated":
+                state["compensation"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        # a float32 parameter is updated where it is, and so are its float32 states; float64 stays float64
+        wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
         if self.rounding == "compensated":
             wide += state["compensation"]
-        self.update(wide, gradient, state, group)
-        if self.rounding == "compensated":
-            parameter.copy_(wide)
-            state["compensation"].copy_(wide.sub_(parameter))
+        moments = {moment: load(moment, state, wide) for moment in self.moments(group)}
+        self.update(wide, _laid_out(gradient, wide), moments, state["step"], group)
+        for moment, value in moments.items():
+            state.update(store(moment, value, self.states))
+        if wide.dtype != parameter.dtype:
+            self._write_back(name, parameter, wide, state)
+
+    def _write_back(self, name: str, parameter: Tensor, wide: Tensor, state: dict[str, Tensor]) -> None:
+        if self.rounding == "stochastic":
+            step = 0 if isinstance(state["step"], FakeTensor) else int(state["step"])
+            # keyed by name and step: resumable with no state, however parameters are grouped, and the global
+            # generator is left alone
+            generator = Generator(device=wide.device).manual_seed(key(self.seed, name, step))
+            parameter.copy_(round_stochastically(wide, generator))
             return
-        # keyed by parameter and step: resumable with no state, and the global generator is left alone
-        generator = Generator(device=wide.device).manual_seed(key(self.seed, index, group["taken"]))
-        parameter.copy_(round_stochastically(wide, generator))
+        parameter.copy_(wide)
+        if self.rounding == "compensated":
+            state["compensation"].copy_(wide.sub_(parameter))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but that each state keeps its own dtype: torch casts it to the parameter's."""
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in state_dict["state"].items():
+            parameter = parameters[index]
+            self.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in state.items()}
 
 
-class RoundedAdamW(_Rounded):
-    """torch.optim.AdamW on bfloat16 parameters."""
+class StoredAdamW(Stored):
+    """torch.optim.AdamW (arXiv:1711.05101) on parameters or states kept in fewer bits."""
 
     def __init__(
         self,
-        groups: Any,
+        params: ParamsT,
         *,
         lr: float,
-        betas: tuple[float, float],
-        eps: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-        rounding: Rounding,
-        seed: int,
+        states: StateFormat | None = None,
+        rounding: Rounding | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups, defaults, rounding=rounding, seed=seed)
+        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed)
 
-    def update(self, wide: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(wide)
-            state["exp_avg_sq"] = torch.zeros_like(wide)
-            state["step"] = torch.zeros((), device=wide.device)
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def update(
+        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
         beta1, beta2 = group["betas"]
         adamw(
-            [wide], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+            [wide], [gradient], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [step - 1],
             foreach=False, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
 
 
-class RoundedSGD(_Rounded):
-    """torch.optim.SGD on bfloat16 parameters."""
+class StoredSGD(Stored):
+    """torch.optim.SGD on parameters or states kept in fewer bits."""
 
     def __init__(
         self,
-        groups: Any,
+        params: ParamsT,
         *,
         lr: float,
-        momentum: float,
+        momentum: float = 0.0,
         weight_decay: float = 0.0,
-        rounding: Rounding,
-        seed: int,
+        states: StateFormat | None = None,
+        rounding: Rounding | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(groups, defaults, rounding=rounding, seed=seed)
+        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed)
 
-    def update(self, wide: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        momentum = [state.get("momentum_buffer") if group["momentum"] else None]
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def update(
+        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
         sgd(
-            [wide], [gradient], momentum, foreach=False, weight_decay=group["weight_decay"],
+            [wide], [gradient], [moments.get("momentum_buffer")], foreach=False, weight_decay=group["weight_decay"],
             momentum=group["momentum"], lr=group["lr"], dampening=0.0, nesterov=False, maximize=False,
         )  # fmt: skip
-        if momentum[0] is not None:
-            state["momentum_buffer"] = momentum[0]

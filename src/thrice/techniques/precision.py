@@ -87,6 +87,13 @@ class Precision:
                 "updated one by one",
                 fix='implementation = "auto"',
             )
+        if self.mode == "bf16-pure" and job.optimizer.name == "muon":
+            yield Problem(
+                key="optimizer.name",
+                value="muon",
+                why="Muon is torch's own and rounds a bfloat16 parameter to the nearest, so small updates are lost",
+                fix='optimizer.name = "adamw", or precision = "bf16", which keeps parameters in float32',
+            )
 
     def apply(self, session: Session) -> str:
         return self._apply(session) + _speed(self.arithmetic(), session)
