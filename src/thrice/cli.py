@@ -29,10 +29,17 @@ thrice: train large models on the hardware you have, with proof that it is the s
       --trace                             write bytes by category and FLOPs of one step to trace.json
   thrice verify [FILE] [--KEY VALUE …]    prove that the run computes what a plain loop computes
       --steps N                           optimizer steps to compare (default 4)
+  thrice compare [FILE] --vary KEY=A,B …  train FILE once for each value (several --vary: each combination) and
+                                          set the runs side by side: a table, compare.json, report.html
+      --seeds K                           each variant with K seeds: what another seed changes is the yardstick
+      --out DIR                           where the runs are kept (default runs/compare-NAME)
+      --skip-refused                      leave out combinations that cannot be, with their reasons
+      --resume                            reuse the runs that are done, go on with the others
+      --dry-run                           check and list the runs, and start none
   thrice init [FILE]                      write a commented starter file (default thrice.toml)
 
   --KEY VALUE   any key of the file: --max_steps 30, --max-steps 30, --precision bf16, --decoder.layers 6
-  --json        machine-readable output (verify, and train with --dry-run)
+  --json        machine-readable output (verify, compare, and train with --dry-run)
   --debug       the full traceback when something fails
   --help, --version
 
@@ -43,6 +50,7 @@ exit codes: 0 done · 2 usage or config · 3 infeasible · 4 verification failed
 SWITCHES = {
     "train": {"--resume", "--dry-run", "--print-config", "--trace", "--json", "--debug"},
     "verify": {"--json", "--debug"},
+    "compare": {"--resume", "--skip-refused", "--dry-run", "--json", "--debug"},
     "init": {"--debug"},
 }
 
@@ -98,6 +106,8 @@ def _dispatch(arguments: list[str]) -> int:
         _init(file, rest)
     elif command == "verify":
         _verify(file, parse_flags(rest), switches)
+    elif command == "compare":
+        _compare(file, parse_flags(rest), switches)
     else:
         _train(file, parse_flags(rest), switches)
     return 0
@@ -198,6 +208,43 @@ def _verify(file: str | None, overrides: list[tuple[str, str]], switches: set[st
         print(f"verified: {certificate.claim} holds over {certificate.steps} steps")
 
 
+def _compare(file: str | None, flags: list[tuple[str, str]], switches: set[str]) -> None:
+    from thrice.compare import run
+    from thrice.experiment import expand
+    from thrice.files import write_whole
+    from thrice.report.comparison import comparison_dict, comparison_table, plan_lines
+    from thrice.report.html import page
+    from thrice.report.terminal import as_json
+
+    own = {key: [value for name, value in flags if name == key] for key in ("vary", "out")}
+    experiment = expand(
+        file,
+        [("compare.seeds" if key == "seeds" else key, value) for key, value in flags if key not in own],
+        vary=own["vary"],
+        out=own["out"][-1] if own["out"] else None,
+        skip_refused="--skip-refused" in switches,
+    )
+    if "--dry-run" in switches:
+        print("\n".join(plan_lines(experiment)))
+        return
+    as_data = "--json" in switches
+    comparison = run(experiment, resume="--resume" in switches, say=_say_aside if as_data else _say)
+    data = as_json(comparison_dict(comparison))
+    write_whole(experiment.out / "compare.json", data + "\n")
+    write_whole(experiment.out / "report.html", page(comparison))
+    if as_data:
+        print(data)
+    else:
+        comparison_table(comparison)
+        print(f"\n{experiment.out / 'report.html'} has the curves, {experiment.out / 'compare.json'} everything")
+    if failed := comparison.failed():
+        runs = sum(len(summary.runs) for summary in comparison.summaries)
+        raise ThriceError(
+            f"{len(failed)} of {runs} runs failed; the others are kept and compared\n"
+            "  what each printed is in its .log; --resume tries the failed ones again"
+        )
+
+
 def _init(file: str | None, rest: list[str]) -> None:
     if rest:
         raise UsageError(f"init takes a file name and nothing else, not {' '.join(rest)}")
@@ -225,6 +272,10 @@ def _job_of_run(overrides: list[tuple[str, str]]) -> str | None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _say_aside(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _failed(error: ThriceError, arguments: Sequence[str], cause: Exception | None = None) -> int:

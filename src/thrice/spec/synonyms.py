@@ -181,6 +181,10 @@ def unknown(key: str, value: object, hints: Mapping[str, Any], tables: Mapping[s
     """What is wrong with a dotted `key` that is none of `hints`; a foreign table has one for each key."""
     head = key.partition(".")[0]
     last = key.rpartition(".")[2]
+    if head == "compare" and head not in tables:
+        why = "it describes an experiment of several runs, and this command makes one"
+        yield Problem(key=key, value=_plain(value), why=why, fix="thrice compare FILE runs it; leave it out otherwise")
+        return
     for ours, others in NOT_YET.items():
         if {head, last} & {ours, *others}:
             why = f"thrice has no {ours} in this version"

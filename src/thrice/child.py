@@ -1,0 +1,91 @@
+"""`thrice train` in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from thrice.errors import Interrupted
+
+STEP = re.compile(r" *\d+ ")
+"""How a line of progress begins."""
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Interrupted at once, so that a child can be stopped before its parent ends."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(signal.Signals(number).name, 128 + number)
+
+    try:
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are the caller's
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def train_in_child(job_file: Path, log: Path, *, resume: bool, say: Callable[[str], None]) -> tuple[int, str | None]:
+    """(exit code, why it failed) of training the job; its lines of progress go to `say`, all it prints to `log`.
+
+    Whatever is raised meanwhile, Interrupted first of all, reaches the caller after the child has saved and ended.
+    """
+    command = [sys.executable, "-m", "thrice.cli", "train", str(job_file), *(["--resume"] if resume else [])]
+    with (
+        log.open("w", encoding="utf-8") as kept,
+        # a session of its own: a Ctrl-C at the terminal reaches the parent alone, which hands it on
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        ) as child,
+    ):
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                kept.write(line)
+                if STEP.match(line):
+                    say(line.rstrip())
+        except BaseException:
+            _stop(child)
+            raise
+    return child.returncode, _why(child.returncode, log.read_text(encoding="utf-8"))
+
+
+def _stop(child: subprocess.Popen[str]) -> None:
+    """As Ctrl-C at its own terminal: it finishes its step and saves; asked again, it stops at once."""
+    for _ in range(2):
+        child.send_signal(signal.SIGINT)
+        try:
+            child.communicate()
+            return
+        except (Interrupted, KeyboardInterrupt):
+            continue
+    child.kill()
+
+
+def _why(code: int, printed: str) -> str | None:
+    """The error that the child printed last; None where it ended well."""
+    if code == 0:
+        return None
+    if code < 0:
+        memory = "; perhaps the system had no memory left" if code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{memory}"
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    said = [line.removeprefix("thrice: ") for line in lines if line.startswith("thrice: ")]
+    return (said or lines or ["it said nothing"])[-1]
