@@ -12,6 +12,9 @@ from torch import nn
 from thrice.errors import ConfigError
 from thrice.model.decoder import build_decoder
 from thrice.optim.build import build_optimizer, parameter_groups
+from thrice.optim.composite import Composite
+from thrice.optim.lamb import Lamb
+from thrice.optim.lars import Lars
 from thrice.optim.stored import StoredAdamW, StoredSGD
 from thrice.spec.job import Decoder, Optimizer
 
@@ -161,3 +164,137 @@ def test_the_default_is_what_the_job_says():
     group = optimizer.param_groups[0]
     assert math.isclose(group["lr"], LR)
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-8, 0.1)
+
+
+def decoder(seed=0):
+    shape = Decoder(layers=2, hidden=32, heads=2, tied=True)
+    return build_decoder(shape, vocabulary=200, positions=8, device=torch.device("cpu"), seed=seed)
+
+
+def test_names_go_with_the_groups():
+    of = decoder()
+    optimizer = build_optimizer(of, Optimizer(), lr=LR, seed=0)
+    named = dict(of.named_parameters())
+    for group in optimizer.param_groups:
+        assert all(named[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(named)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "settings"),
+    [
+        (
+            Optimizer(name="lamb", betas=(0.7, 0.8), eps=1e-5, weight_decay=0.2),
+            Lamb,
+            {"betas": (0.7, 0.8), "eps": 1e-5},
+        ),
+        (Optimizer(name="lars"), Lars, {"momentum": 0.9, "trust_coefficient": 0.001}),
+        (
+            Optimizer(name="lars", momentum=0.0, trust_coefficient=0.02),
+            Lars,
+            {"momentum": 0, "trust_coefficient": 0.02},
+        ),
+    ],
+)
+def test_lamb_and_lars_get_what_the_job_says(spec, kind, settings):
+    optimizer = build_optimizer(model(), spec, lr=LR, seed=0, states="bf16", rounding="compensated")
+    assert type(optimizer) is kind
+    assert (optimizer.states, optimizer.rounding) == ("bf16", "compensated")
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [spec.weight_decay, 0.0]
+    assert all(group[key] == value for group in optimizer.param_groups for key, value in settings.items())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", StoredAdamW), ("sgd", StoredSGD)])
+def test_low_precision_states_ask_for_our_own(name, kind):
+    optimizer = build_optimizer(decoder(), Optimizer(name=name), lr=LR, seed=0, states="8bit")
+    assert (type(optimizer), optimizer.states, optimizer.rounding) == (kind, "8bit", None)
+
+
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest():
+    of = decoder()
+    optimizer = build_optimizer(of, Optimizer(name="muon", betas=(0.8, 0.9), weight_decay=0.2), lr=LR, seed=0)
+    muon, adamw = optimizer.parts
+    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    assert {n for g in muon.param_groups for n in g["param_names"]} == {
+        name for name, p in of.named_parameters() if name.startswith("blocks.") and p.ndim == 2
+    }
+    assert {n for g in adamw.param_groups for n in g["param_names"]} == {
+        name for name, p in of.named_parameters() if not name.startswith("blocks.") or p.ndim < 2
+    }
+    (group,) = muon.param_groups
+    assert (group["momentum"], group["weight_decay"], group["adjust_lr_fn"]) == (0.95, 0.2, "match_rms_adamw")
+    assert [g["weight_decay"] for g in adamw.param_groups] == [0.2, 0.0]
+    assert adamw.param_groups[0]["fused"]
+
+
+def test_muon_moves_a_matrix_as_far_as_adamw_would():
+    """So that one learning rate serves both: an element's update is about 0.2 lr, whatever the shape."""
+    of = decoder()
+    before = {name: p.detach().clone() for name, p in of.named_parameters()}
+    optimizer = build_optimizer(of, Optimizer(name="muon", weight_decay=0.0), lr=LR, seed=0)
+    after = run(of, optimizer, [LR])
+    for name, p in after.items():
+        rms = float((p.detach() - before[name]).square().mean().sqrt()) / LR
+        if name.startswith("blocks.") and p.ndim == 2:
+            # 5 steps of Newton-Schulz leave singular values between 0.7 and 1.2
+            assert 0.2 * 0.6 < rms < 0.2 * 1.3, name
+        else:
+            assert rms == pytest.approx(1.0, rel=1e-3), name  # AdamW's first update is the sign
+
+
+def test_muon_refuses_what_it_cannot_do():
+    for how in ({"states": "8bit"}, {"rounding": "stochastic"}):
+        with pytest.raises(ConfigError, match="float32 states") as error:
+            build_optimizer(decoder(), Optimizer(name="muon"), lr=LR, seed=0, **how)
+        assert 'optimizer.name = "adamw"' in str(error.value)
+    frozen = decoder()
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_(not name.startswith("blocks."))
+    with pytest.raises(ConfigError, match="none to train there"):
+        build_optimizer(frozen, Optimizer(name="muon"), lr=LR, seed=0)
+
+
+NAMES = ("adamw", "sgd", "lamb", "lars", "muon")
+
+
+STORED = ({"states": "8bit"}, {"states": "bf16", "rounding": "stochastic"})
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, {}) for name in NAMES] + [(name, how) for name in NAMES if name != "muon" for how in STORED],
+)
+def test_in_backward_there_is_one_part_for_each_parameter_with_the_same_updates(name, how):
+    dtype = torch.bfloat16 if "rounding" in how else torch.float32
+    whole, parted = decoder().to(dtype), decoder().to(dtype)
+    one = build_optimizer(whole, Optimizer(name=name), lr=LR, seed=4, **how)
+    many = build_optimizer(parted, Optimizer(name=name), lr=LR, seed=4, in_backward=True, **how)
+    assert type(many) is Composite
+    assert [len(part.param_groups) for part in many.parts] == [1] * len(list(parted.parameters()))
+    assert all(len(part.param_groups[0]["params"]) == 1 for part in many.parts)
+    for of in (whole, parted):
+        for parameter in of.parameters():
+            parameter.grad_dtype = torch.float32
+    expected, got = run(whole, one, RATES), run(parted, many, RATES)
+    assert all(torch.equal(expected[n], got[n]) for n in expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key", "fix"),
+    [
+        ({"name": "adamw", "momentum": 0.9}, "momentum", "betas = [0.9, 0.95]"),
+        ({"name": "lamb", "momentum": 0.9}, "momentum", "betas"),
+        ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient", 'name = "lars"'),
+        ({"name": "lars", "implementation": "fused"}, "implementation", 'implementation = "auto"'),
+        ({"name": "muon", "implementation": "foreach"}, "implementation", 'implementation = "auto"'),
+    ],
+)
+def test_combinations_that_make_no_sense_are_problems(wrong, key, fix):
+    (problem,) = Optimizer(**wrong).check()
+    assert (problem.key, problem.value) == (key, wrong[key])
+    assert fix in problem.fix
+    assert wrong["name"] in problem.why
+
+
+def test_every_optimizer_is_fine_as_it_is():
+    assert not [problem for name in NAMES for problem in Optimizer(name=name).check()]

@@ -158,7 +158,9 @@ class Stored(Optimizer):
         moments = {moment: load(moment, state, wide) for moment in self.moments(group)}
         self.update(wide, _laid_out(gradient, wide), moments, state["step"], group)
         for moment, value in moments.items():
-            state.update(store(moment, value, self.states))
+            for part, kept in store(moment, value, self.states).items():
+                # in place, which is nothing to do for a float32 state: a state stays the tensor it is
+                state.setdefault(part, kept).copy_(kept)
         if wide.dtype != parameter.dtype:
             self._write_back(name, parameter, wide, state)
 
