@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from thrice.compare import Comparison, Run, Summary
@@ -101,7 +102,7 @@ def why(run: Run) -> str:
 def comparison_table(comparison: Comparison, file: TextIO | None = None) -> None:
     """The table and what has to be said with it."""
     baseline = comparison.summaries[0]
-    table = Table(title=f"{comparison.experiment.name}: {len(comparison.summaries)} variants")
+    table = Table(title=f"{escape(comparison.experiment.name)}: {len(comparison.summaries)} variants")
     table.add_column("variant", overflow="fold")
     for figure in FIGURES:
         table.add_column(figure.title, justify="right")
@@ -109,7 +110,7 @@ def comparison_table(comparison: Comparison, file: TextIO | None = None) -> None
     table.add_column("skipped", justify="right")
     for summary in comparison.summaries:
         cells = [text for figure in FIGURES for text in (figure.cell(summary), figure.beside(summary, baseline))]
-        table.add_row(summary.variant, *cells, str(summary.skipped_steps))
+        table.add_row(escape(summary.variant), *cells, str(summary.skipped_steps))
     # a pipe has no width: wide enough that no figure is broken
     console = Console(file=file, width=None if (file or sys.stdout).isatty() else 180)
     console.print(table)

@@ -28,7 +28,7 @@ DASHES = ("", "7 4", "2 4", "10 4 2 4")
 
 POINTS = 300
 """Of one curve."""
-ALL_POINTS = 20_000
+ALL_POINTS = 12_000
 """Of all curves of a picture, so that no number of runs makes the file large."""
 
 WIDTH, HEIGHT = 640.0, 320.0
