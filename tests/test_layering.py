@@ -37,6 +37,7 @@ FLOORS = {
     "verify": 7,
     "reference": 7,
     "certificate": 7,
+    "micro_batch": 7,
     "diagnose": 7,
     "child": 7,
     "curves": 7,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thrice.data.load import load_data as load_data
     from thrice.job_file import load_job as load_job
+    from thrice.micro_batch import settled as settled
     from thrice.observe.rehearse import rehearse as rehearse
     from thrice.observe.trace import Tracer as Tracer
     from thrice.spec.job import Job as Job
@@ -23,6 +24,7 @@ _HOME = {
     "load_data": "thrice.data.load",
     "load_job": "thrice.job_file",
     "rehearse": "thrice.observe.rehearse",
+    "settled": "thrice.micro_batch",
     "train_step": "thrice.step",
 }
 

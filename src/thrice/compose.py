@@ -60,11 +60,11 @@ def compose(
     `model` of the caller's takes the place of the one that the job describes; its parameters stay where they
     are. Raises ConfigError with every refusal at once.
     """
+    ledger = job.ledger()
     problems = list(refuse(job))
     if problems:
         raise ConfigError(problems)
     device = device or default_device()
-    ledger = job.ledger()
     if model is None:
         model = build_model(job, vocabulary, device)
     session = Session(
@@ -85,7 +85,11 @@ def compose(
         lr=ledger.lr,
         seed=job.seed,
         rounding=session.rounding,
+        states=session.states,
+        in_backward=session.in_backward is not None,
     )
+    if session.in_backward is not None:
+        session.in_backward.attach(model, optimizer)
     session.optimizer = optimizer
     return session
 

@@ -18,6 +18,7 @@ from thrice.compose import build_model
 from thrice.data.batches import IGNORE, Batch, Position, order
 from thrice.optim.build import build_optimizer
 from thrice.optim.schedules import learning_rate
+from thrice.optim.stored import SIGNED, round_trip
 from thrice.runtime.technique import Arithmetic
 from thrice.spec.job import Job
 
@@ -75,6 +76,7 @@ class Reference:
             group["lr"] = self.lr_at(self.steps, self.samples)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._round_states()
         self.steps += 1
         self.samples += sum(len(batch.sample_ids) for batch in window)
         return Observed(
@@ -83,6 +85,12 @@ class Reference:
             gradients=gradients,
             parameters={n: p.detach() for n, p in named.items()},
         )
+
+    def _round_states(self) -> None:
+        for state in self.optimizer.state.values():
+            for name in state.keys() & SIGNED.keys():
+                if state[name] is not None:
+                    state[name].copy_(round_trip(name, state[name], self.states))
 
 
 def plain_windows(

@@ -43,8 +43,6 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     """
     optimizer, scaler, progress = session.optimizer, session.scaler, session.progress
     lr = session.lr_at(progress.step, progress.samples)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
     # the count of the whole window is known before its first backward
     count = sum(batch.count for batch in window)
@@ -53,6 +51,9 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
         return StepResult(taken=False, loss=None, grad_norm=None, lr=lr, tokens=0)
 
     # forward and backward, all at one scale
+    in_backward = session.in_backward
+    if in_backward is not None:
+        in_backward.lr = lr
     divisor = count if scaler is None else count / scaler.scale
     losses = [_forward_backward(session, batch, divisor) for batch in window]
     loss = scalar(torch.stack(losses).sum()) / count
@@ -62,7 +63,6 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if scaler is not None:
         scaler.unscale_(gradients)
-    in_backward = session.in_backward
     norm_tensor = in_backward.take_norm() if in_backward is not None else torch.nn.utils.get_total_norm(gradients)
     norm = scalar(norm_tensor)
 
@@ -84,6 +84,8 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     if clip is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm_tensor)
     if in_backward is None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if scaler is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from thrice import checkpoint
-from thrice.compose import claim, compose
+from thrice.compose import claim, compose, mathematics
 from thrice.data.batches import Batch, cut
 from thrice.data.load import Data, load_data
 from thrice.errors import DataError, Diverged, Interrupted, Spoilt
@@ -87,6 +87,7 @@ def describe(session: Session, data: Data, folder: RunFolder) -> Iterator[str]:
     for name, line in session.applied.items():
         yield f"{name:<10} {line}"
     yield f"claim      {claim(job).name}: what `thrice verify` holds this run to"
+    yield from (f"           {line}" for line in mathematics(job))
     yield from remarks(job, len(data.train))
     yield f"run        {folder.path} · {job.steps():,} steps"
 
@@ -269,7 +270,8 @@ class Run:
     def _line(self, result: StepResult, peak: int, step_s: float) -> str:
         progress = self.session.progress
         rate = self._rate() or result.tokens / step_s
-        left_s = (self.total - progress.step) * self.session.ledger.tokens_per_step / rate
+        left = self.session.ledger.samples_after(self.total) - progress.samples
+        left_s = left * self.session.job.sequence / rate
         share = 100 * peak / memory.total_bytes(self.session.device)
         return (
             f"{progress.step:>7} {result.loss:>8.4f} {result.lr:>9.2e} {result.grad_norm:>9.3f} {rate:>9,.0f} "

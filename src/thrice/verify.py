@@ -75,7 +75,7 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
     device = session.device
     subject = Subject(session)
     reference = Reference(job, data.tokenizer.vocabulary, device, Arithmetic())
-    floor = _floor(job, promised, data.tokenizer.vocabulary, device)
+    floors = [Reference(job, data.tokenizer.vocabulary, device, other) for other in _other_arithmetics(job, promised)]
     rows: list[Row] = []
     samples: list[list[int]] = []
     notes = [COMPARED_WITH[promised], *mathematics(job)]
@@ -97,7 +97,7 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
         expected = _seeded(job, step - 1, reference, pieces)
         # a low precision rounds each micro-batch's gradient, so its floor is taken over the same ones
         cut = window if promised is Claim.LOWER_PRECISION else pieces
-        noise = _seeded(job, step - 1, floor, cut) if floor is not None else expected
+        noise = [_seeded(job, step - 1, floor, cut) for floor in floors]
         order = f"{got_ids[:8]} for {expected_ids[:8]}"
         rows.append(Row(step=step, kind="sample_ids", deviation=float(got_ids != expected_ids), where=order))
         rows.extend(_compared(step, got, expected, noise))
@@ -122,12 +122,16 @@ def _seeded(job: Job, index: int, reference: Reference, window: list[Batch]) -> 
     return reference.step(window)
 
 
-def _floor(job: Job, promised: Claim, vocabulary: int, device: torch.device) -> Reference | None:
+def _other_arithmetics(job: Job, promised: Claim) -> list[Arithmetic]:
+    """Those in which the reference runs once more, to show what rounding alone brings about."""
     if promised is Claim.BITWISE:
-        return None
+        return []
+    wide, low = Arithmetic(stored=torch.float64), arithmetic(job)
     if promised is Claim.ROUNDING:
-        return Reference(job, vocabulary, device, Arithmetic(stored=torch.float64))
-    return Reference(job, vocabulary, device, arithmetic(job))
+        return [wide]
+    # where states alone are stored in fewer bits, the first gradient knows nothing of it, but of the order of sums
+    in_float32 = low.stored is torch.float32 and low.computed is None
+    return [low, wide] if in_float32 else [low]
 
 
 def arithmetic(job: Job) -> Arithmetic:
@@ -141,19 +145,19 @@ def arithmetic(job: Job) -> Arithmetic:
     )
 
 
-def _compared(step: int, got: Observed, expected: Observed, noise: Observed) -> Iterator[Row]:
+def _compared(step: int, got: Observed, expected: Observed, noise: list[Observed]) -> Iterator[Row]:
     for kind in ("loss", "grad_norm"):
-        value, right, other = (getattr(side, kind) for side in (got, expected, noise))
+        value, right = getattr(got, kind), getattr(expected, kind)
         scale = abs(right) or 1.0
         yield Row(
             step=step,
             kind=kind,
             deviation=abs(value - right) / scale,
-            floor=abs(other - right) / scale,
+            floor=max((abs(getattr(other, kind) - right) / scale for other in noise), default=0.0),
             where=f"{value!r} for {right!r}",
         )
     for kind in ("gradient", "parameter"):
-        ours, plain, other = (getattr(side, f"{kind}s") for side in (got, expected, noise))
+        ours, plain, *others = (getattr(side, f"{kind}s") for side in (got, expected, *noise))
         for name in plain | ours:
             if name not in ours or name not in plain:
                 missing = "the job" if name not in ours else "the reference"
@@ -161,7 +165,7 @@ def _compared(step: int, got: Observed, expected: Observed, noise: Observed) -> 
                 yield Row(step=step, kind=kind, tensor=name, deviation=math.inf, where=where)
                 continue
             deviation, where = _deviation(ours[name], plain[name])
-            floor = _deviation(other[name], plain[name])[0]
+            floor = max((_deviation(other[name], plain[name])[0] for other in others), default=0.0)
             yield Row(step=step, kind=kind, tensor=name, deviation=deviation, floor=floor, where=where)
 
 

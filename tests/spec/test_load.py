@@ -9,7 +9,7 @@ import pytest
 
 from thrice.errors import ConfigError, Problem
 from thrice.spec.dump import dump
-from thrice.spec.job import Checkpoint, Decoder, Evaluation, Job, Optimizer, Schedule, at_least
+from thrice.spec.job import BatchRamp, Checkpoint, Decoder, Evaluation, Job, Optimizer, Schedule, at_least
 from thrice.spec.load import load, parse_flags, schema
 from thrice.spec.read import starter
 from thrice.spec.synonyms import ADVICE, NOT_YET, SAME
@@ -470,10 +470,13 @@ def some(random: random.Random) -> Job:
         mlp_hidden=maybe(count()), vocabulary=maybe(count()), tied=random.random() < 0.5, dropout=share(),
         rope_theta=positive(), norm_eps=positive(),
     )  # fmt: skip
+    name = random.choice(["adamw", "sgd", "lamb", "lars", "muon"])
     optimizer = Optimizer(
-        name=random.choice(["adamw", "sgd"]), betas=(share(), share()), eps=positive(), momentum=share(),
+        name=name, betas=(share(), share()), eps=positive(),
+        momentum=maybe(share()) if name in ("sgd", "lars", "muon") else None,
+        trust_coefficient=maybe(positive()) if name == "lars" else None,
         weight_decay=random.choice([0.0, positive()]), clip=maybe(positive()),
-        implementation=random.choice(["auto", "fused", "foreach", "loop"]),
+        implementation=random.choice(["auto", "loop", *(["fused", "foreach"] if name in ("adamw", "sgd") else [])]),
     )  # fmt: skip
     scale = maybe(positive())
     chosen = [
@@ -482,17 +485,31 @@ def some(random: random.Random) -> Job:
         Sharded(degree=count(), even=random.random() < 0.5, shape=(-count(), count())),
     ]
     stop = random.choice(["max_steps", "max_tokens"])
-    decay = random.choice(["cosine", "linear", "constant"])
+    decay = random.choice(["cosine", "linear", "constant", "wsd"])
+    warmup_samples = maybe(count())
+    micro_batch = count()
+    batch: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum_steps": maybe(count())}
+    if random.random() < 0.3:
+        start, more = micro_batch * random.randrange(1, 9), micro_batch * random.randrange(1, 9)
+        batch = {
+            "micro_batch": random.choice(["auto", micro_batch]),
+            "global_batch": start + more * random.randrange(1, 9),
+            "batch_ramp": BatchRamp(start=start, samples=count(), increment=more),
+        }
     return Job(
         data=tuple(text() for _ in range(random.randrange(1, 4))), tokenizer=text(), sequence=count(),
-        micro_batch=count(), grad_accum_steps=maybe(count()), last_window=random.choice(["step", "drop"]),
-        lr=positive(), seed=random.randrange(2**63), run_dir=maybe(text()), log_every=count(),
+        last_window=random.choice(["step", "drop"]), lr_scaling=random.choice(["none", "linear", "sqrt"]),
+        base_global_batch=count(), lr=positive(), seed=random.randrange(2**63), run_dir=maybe(text()),
+        log_every=count(),
         decoder=decoder, optimizer=optimizer,
-        schedule=Schedule(decay=decay, warmup_steps=random.choice([0, count()]), min_lr_ratio=share()),
+        schedule=Schedule(
+            decay=decay, warmup_steps=random.choice([0, count()]) if warmup_samples is None else 0,
+            warmup_samples=warmup_samples, decay_steps=maybe(count()) if decay == "wsd" else None, min_lr_ratio=share(),
+        ),
         checkpoint=Checkpoint(every_steps=maybe(count()), keep_last=count()),
         evaluation=Evaluation(every_steps=maybe(count()), fraction=share(), max_samples=maybe(count())),
         techniques=tuple(technique for technique in chosen if random.random() < 0.5),
-        **{stop: count()},
+        **batch, **{stop: count()},
     )  # fmt: skip
 
 
@@ -507,7 +524,7 @@ def test_what_is_written_is_read_back_the_same(seed: int, tmp_path: Path) -> Non
 def test_the_random_jobs_reach_every_field() -> None:
     """Or the test above would prove less than it says."""
     jobs = [some(random.Random(seed)) for seed in range(200)]
-    fixed = {"model", "global_batch", "processes", "decoder.max_positions"}
+    fixed = {"model", "processes", "decoder.max_positions"}
     for key in schema(TECHNIQUES).hints.keys() - fixed:
         table, _, name = key.rpartition(".")
         if table in TECHNIQUES:

@@ -2,8 +2,9 @@ import itertools
 
 import pytest
 
-from thrice.errors import Problem
-from thrice.spec.workload import Ledger, divide
+from thrice.errors import ConfigError, Problem
+from thrice.spec.job import BatchRamp, Job
+from thrice.spec.workload import Ledger, Ramp, divide
 
 
 def cut(
@@ -109,5 +110,52 @@ def test_the_ledger_says_every_term() -> None:
         "sequence": 256,
         "lr": 3e-4,
         "lr_from": "as given",
+        "ramp": None,
         "tokens_per_step": 16_384,
     }
+
+
+def test_a_ramp_grows_in_equal_parts_over_its_samples() -> None:
+    ramp = Ramp(start=32, increment=32, target=128, samples=3000)
+    assert [ramp.at(samples) for samples in (0, 999, 1000, 1999, 2000, 2999, 3000, 10**9)] == [
+        32, 32, 64, 64, 96, 96, 128, 128,
+    ]  # fmt: skip
+
+
+def test_steps_and_samples_of_a_ramp_agree() -> None:
+    ledger = Job(global_batch=64, micro_batch=8, max_steps=1, batch_ramp=BatchRamp(start=16, samples=500)).ledger()
+    samples = 0
+    for steps in range(1, 60):
+        samples += ledger.global_batch_at(samples)
+        assert ledger.samples_after(steps) == samples
+        assert ledger.steps_for(samples) == steps
+        assert ledger.steps_for(samples + 1) == steps + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({"batch_ramp": BatchRamp(start=12, samples=9)}, "batch_ramp.start", "data_parallel 1 = 8 samples"),
+        ({"batch_ramp": BatchRamp(start=64, samples=9)}, "batch_ramp.start", "up to global_batch = 64"),
+        ({"batch_ramp": BatchRamp(start=16, increment=40, samples=9)}, "batch_ramp.start", "steps of 40 samples"),
+        ({"lr_scaling": "sqrt"}, "base_global_batch", "lr = 0.0003 was found for"),
+        ({"micro_batch": "auto", "grad_accum_steps": 2}, "micro_batch", "grad_accum_steps follows"),
+        ({"micro_batch": "auto", "global_batch": None}, "micro_batch", "global_batch stays what it is"),
+    ],
+)
+def test_what_contradicts_is_said_with_its_numbers(changes: dict[str, object], key: str, words: str) -> None:
+    job = Job(**{"global_batch": 64, "micro_batch": 8, "max_steps": 1, **changes})
+    problems = list(job.check())
+    assert key in [problem.key for problem in problems]
+    assert any(words in problem.why for problem in problems), problems
+
+
+def test_max_tokens_counts_the_samples_of_a_ramp() -> None:
+    ramp = BatchRamp(start=16, samples=10**6)
+    job = Job(global_batch=64, micro_batch=8, sequence=10, max_tokens=16 * 10 * 31 + 1, batch_ramp=ramp)
+    assert job.steps() == 32
+
+
+def test_an_open_micro_batch_has_no_ledger_yet() -> None:
+    with pytest.raises(ConfigError, match="still open"):
+        Job(global_batch=64, micro_batch="auto", max_steps=1).ledger()

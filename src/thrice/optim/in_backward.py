@@ -14,11 +14,14 @@ class InBackward:
     """Takes each gradient when it is complete, keeps its norm, applies it and frees it."""
 
     def __init__(self) -> None:
+        self.lr = 0.0
+        """Of the step whose backward comes next."""
         self._norms: dict[Tensor, Tensor] = {}
         self._parameters: list[Tensor] = []
 
-    def attach(self, model: nn.Module, optimizer: Composite) -> None:
-        """`optimizer` has one part for each trainable parameter of `model`."""
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer` is a Composite with one part for each trainable parameter of `model`."""
+        assert isinstance(optimizer, Composite)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for part in optimizer.parts:
             (parameter,) = part.param_groups[0]["params"]
@@ -28,6 +31,7 @@ class InBackward:
     def _update(self, part: torch.optim.Optimizer, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+        part.param_groups[0]["lr"] = self.lr
         part.step()
         parameter.grad = None
 

@@ -118,7 +118,7 @@ def dry_run_lines(dry: DryRun) -> list[str]:
         f"batch      {ledger}",
         *(f"{name:<10} {line}" for name, line in dry.rehearsal.applied.items()),
         f"claim      {claim(job).name}: what `thrice verify` holds this run to",
-        f"steps      {job.steps():,} · {job.steps() * ledger.tokens_per_step:,} tokens · checkpoint "
+        f"steps      {job.steps():,} · {ledger.samples_after(job.steps()) * job.sequence:,} tokens · checkpoint "
         + (f"every {every} steps and at the end" if every else "at the end"),
         f"memory     {memory.shown(rehearsal.peak_bytes)} of tensors at the peak of a step, by rehearsal: "
         + by_category(rehearsal.at_peak),

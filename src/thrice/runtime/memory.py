@@ -26,6 +26,32 @@ def total_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def free_bytes(device: torch.device) -> int:
+    """What the process could still take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = total_bytes(device)
+    available = re.search(r"MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"))
+    if available:
+        free = int(available[1]) * 1024
+    # a container's own limit
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{what}").strip() for what in ("max", "current"))
+    if limit.isdecimal() and used.isdecimal():
+        free = min(free, int(limit) - int(used))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    taken = re.search(r"VmSize:\s*(\d+) kB", _read("/proc/self/status"))
+    if soft != resource.RLIM_INFINITY and taken:
+        free = min(free, soft - int(taken[1]) * 1024)
+    return max(0, free)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
 def shown(count_bytes: float) -> str:
     """A number of bytes as people read it: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

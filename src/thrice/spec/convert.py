@@ -44,7 +44,7 @@ def convert(value: object, hint: Any, key: str) -> Any:
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        given = [argument for argument in arguments if argument not in (NoneType, None)]
+        given = [argument for argument in arguments if not isinstance(argument, type) or argument is not NoneType]
         *words, inner = sorted(given, key=lambda argument: get_origin(argument) is not Literal)
         if NoneType in arguments and (value is None or (value == "none" and "none" not in get_args(inner))):
             return None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from thrice.errors import Problem
+from thrice.errors import ConfigError, Problem
 from thrice.spec.workload import Ledger, Ramp, divide
 
 
@@ -113,6 +113,27 @@ class Optimizer:
             yield from within(0, 1, momentum=self.momentum)
         yield from positive(eps=self.eps, clip=self.clip, trust_coefficient=self.trust_coefficient)
         yield from at_least(0, weight_decay=self.weight_decay)
+        if self.momentum is not None and self.name in ("adamw", "lamb"):
+            yield Problem(
+                key="momentum",
+                value=self.momentum,
+                why=f"{self.name} has none; its decay rates are betas",
+                fix=f"leave it out, or betas = [{self.momentum:g}, {self.betas[1]:g}]",
+            )
+        if self.trust_coefficient is not None and self.name != "lars":
+            yield Problem(
+                key="trust_coefficient",
+                value=self.trust_coefficient,
+                why=f"it belongs to lars, and the optimizer is {self.name}",
+                fix='leave it out, or name = "lars"',
+            )
+        if self.implementation in ("fused", "foreach") and self.name in ("lamb", "lars", "muon"):
+            yield Problem(
+                key="implementation",
+                value=self.implementation,
+                why=f"torch has no {self.implementation} kernel for {self.name}",
+                fix='implementation = "auto"',
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,8 +364,12 @@ class Job:
         )
 
     def ledger(self) -> Ledger:
-        """How the global batch is cut. The job has passed `check`, and `micro_batch` is no longer open."""
-        assert self.micro_batch != "auto", "to be settled before anything is built"
+        """How the global batch is cut. The job has passed `check`. Raises ConfigError while micro_batch is open."""
+        if self.micro_batch == "auto":
+            why = "it is still open, and nothing can be built before it is chosen"
+            raise ConfigError(
+                [Problem(key="micro_batch", value="auto", why=why, fix="thrice.settled(job), or a number")]
+            )
         divided = self._divide()
         assert not isinstance(divided, Problem), divided
         global_batch, micro_batch, grad_accum_steps = divided

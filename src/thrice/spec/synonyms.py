@@ -170,9 +170,7 @@ NOT_YET = {
     "tensor_parallel": ("tensor_parallel_degree", "tensor_model_parallel_size", "tp_size"),
     "pipeline_parallel": ("pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size"),
     "context_parallel": ("context_parallel_degree", "context_parallel_size", "cp_size"),
-    "compile": ("torch_compile",),
     "offload": ("offload_optimizer", "offload_param", "cpu_offload"),
-    "lr_scaling": ("base_global_batch",),
 }
 """thrice's keys that this version does not have -> other names for the same thing."""
 

@@ -1,0 +1,128 @@
+"""micro_batch = "auto": the largest that fits and pays, for a global batch that stays what it is.
+
+What fits is rehearsed; what pays is measured, a forward and backward of each candidate for a moment. Any choice is
+the same training to rounding, so a measurement that is off costs speed and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from thrice.compose import compose, default_device, refuse
+from thrice.data.cache import cache_folder
+from thrice.data.corpus import corpus_of
+from thrice.data.tokens import survey
+from thrice.errors import ConfigError, Infeasible
+from thrice.job_file import load_job
+from thrice.observe.rehearse import rehearse
+from thrice.runtime import memory
+from thrice.runtime.session import Session
+from thrice.spec.job import Job
+
+FREE_SHARE = 0.85
+"""Of the memory that is free now: the rest is for the allocator's rounding, kernels' scratch and the data."""
+PAYS = 1.02
+"""A larger micro-batch has to be this many times as fast; less is noise."""
+LONG_S = 5.0
+"""A micro-batch that takes longer than this is large enough to keep any device busy; no larger one is tried."""
+
+
+def settled(job: Job, *, saved: str | None = None, measure: bool = True, say: Callable[[str], None] = print) -> Job:
+    """The job with its `micro_batch` chosen, and says how; the job itself where nothing is open.
+
+    `saved` is the job file of a run that goes on: what was chosen for it stays. Without `measure` nothing real is
+    run, and the largest that fits is taken. Raises ConfigError where no candidate is legal, Infeasible where not
+    even the smallest fits.
+    """
+    if job.micro_batch != "auto":
+        return job
+    if saved is not None:
+        return replace(job, micro_batch=load_job(saved).ledger().micro_batch)
+    jobs = [replace(job, micro_batch=size) for size in candidates(job)]
+    legal = [one for one in jobs if not any(refuse(one))]
+    if not legal:
+        raise ConfigError(list(refuse(jobs[-1])))
+    vocabulary = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder()).vocabulary
+    free_bytes = memory.free_bytes(default_device())
+    fitting = _fitting(legal, vocabulary, int(free_bytes * FREE_SHARE))
+    if not measure or len(fitting) == 1:
+        chosen, how = fitting[-1], "the largest that fits" if len(fitting) > 1 else "the only one that fits"
+    else:
+        chosen, how = _fastest(fitting, vocabulary)
+    more = f"; {legal[len(fitting)].micro_batch} would not fit" if len(fitting) < len(legal) else ""
+    say(f"micro_batch auto: {chosen.micro_batch}, {how}{more} ({memory.shown(free_bytes)} are free)")
+    return chosen
+
+
+def candidates(job: Job) -> list[int]:
+    """The sizes that divide what each device gets of a step (of each size of it, where the batch grows), ascending."""
+    assert job.global_batch is not None, "checked"
+    ramp = job.batch_ramp
+    whole = math.gcd(job.global_batch, ramp.start or 0, ramp.increment or 0) // job.processes
+    return [size for size in range(1, whole + 1) if whole % size == 0]
+
+
+def _fitting(jobs: Sequence[Job], vocabulary: int, limit_bytes: int) -> list[Job]:
+    """The first of `jobs`, ascending, whose step fits. Memory grows with the micro-batch, so it can be bisected."""
+    low, high = 0, len(jobs)  # jobs[:low] fit, jobs[high:] do not
+    needed_bytes = 0
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            needed_bytes = rehearse(jobs[middle], vocabulary).peak_bytes
+            fits = needed_bytes <= limit_bytes
+        except Infeasible:  # a budget that is below what this size needs at least
+            fits = False
+        low, high = (middle + 1, high) if fits else (low, middle)
+    if not low:
+        raise Infeasible(
+            f'micro_batch = "auto": not even {jobs[0].micro_batch} fits: a step takes {memory.shown(needed_bytes)} of '
+            f"tensors by rehearsal, and {memory.shown(limit_bytes)} can be used\n"
+            '    → recompute = "full", precision = "bf16", a shorter sequence or a smaller model'
+        )
+    return list(jobs[:low])
+
+
+def _fastest(jobs: Sequence[Job], vocabulary: int) -> tuple[Job, str]:
+    """The smallest of those that are as fast as any, and the measurements in words."""
+    rates: dict[int, float] = {}
+    best, best_rate, size = jobs[0], 0.0, 0
+    for one in jobs:
+        last, size = size, one.ledger().micro_batch
+        if size < 1.5 * last and one is not jobs[-1]:
+            size = last
+            continue  # too near to the last to tell apart
+        seconds = _micro_batch_s(one, vocabulary)
+        rates[size] = size / seconds
+        if rates[size] > PAYS * best_rate:
+            best, best_rate = one, rates[size]
+        if seconds > LONG_S or rates[size] < 0.8 * best_rate:
+            break
+    shown = ", ".join(f"{size}: {rate:.3g}" for size, rate in rates.items())
+    return best, f"the largest that pays; samples/s of forward and backward at {shown}"
+
+
+def _micro_batch_s(job: Job, vocabulary: int) -> float:
+    """Seconds of one forward and backward; the random state stays as it is."""
+    with torch.random.fork_rng():
+        session = compose(job, vocabulary=vocabulary)
+        times = list(_timed(session))
+    return min(times[1:])  # the first warms up
+
+
+def _timed(session: Session) -> Iterator[float]:
+    batch = session.example()
+    for _ in range(3):
+        began = time.perf_counter()
+        with session.compute():
+            loss = session.loss(session.output(batch.inputs), batch.targets)
+        torch.autograd.backward(loss / batch.count)
+        if session.device.type != "cpu":
+            torch.accelerator.synchronize(session.device)
+        yield time.perf_counter() - began
+        session.model.zero_grad()
