@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from plain import CPU, VOCABULARY, job, same, session, state, window
+from thrice.checkpoint import restore, save
 from thrice.compose import compose
-from thrice.errors import ConfigError
+from thrice.errors import ConfigError, UsageError
 from thrice.observe.rehearse import rehearse
 from thrice.observe.trace import OPTIMIZER_STATES
 from thrice.runtime.technique import Arithmetic, Claim
@@ -84,6 +85,21 @@ def test_with_bfloat16_parameters_too(format):
         assert train_step(ours, window(9)).taken
     assert {p.dtype for p in ours.model.parameters()} == {torch.bfloat16}
     assert {s["compensation"].dtype for s in ours.optimizer.state.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("others", [(), (Precision(mode="bf16-pure", rounding="stochastic"),)])
+@LOW
+def test_a_checkpoint_keeps_them_to_the_bit(format, others, tmp_path):
+    whole, again = (session(asked(format, *others)) for _ in range(2))
+    train_step(whole, window(9))
+    path = save(whole, tmp_path, corpus="0" * 64, metrics_rows=0)
+    restore(again, path, "0" * 64)
+    assert same(state(whole), state(again))
+    for ours in (whole, again):
+        assert train_step(ours, window(11, seed=1)).taken
+    assert same(state(whole), state(again))
+    with pytest.raises(UsageError, match="optimizer_states"):
+        restore(session(asked("fp32", *others)), path, "0" * 64)
 
 
 def refused(technique, **optimizer):
