@@ -7,14 +7,15 @@ compiled anew. See Ansel et al., "PyTorch 2", ASPLOS 2024.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from torch import nn
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thrice.errors import Problem
@@ -67,10 +68,10 @@ def _missing_compiler(device: torch.device) -> str:
     """Why nothing can be compiled for the device; "" where it can."""
     if device.type != "cpu":
         return ""  # Triton brings its own
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "no C++ compiler was found; install g++ or clang, or name one in the environment variable CXX"
+    # the one that torch's compiler would take; to ask torch itself costs three seconds of imports
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler {compiler!r} was found; install one, or name yours in the environment variable CXX"
     return ""
 
 
