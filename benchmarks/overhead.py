@@ -10,17 +10,15 @@ one that `thrice train` runs. Their weights are compared at the end: equal bits,
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from statistics import median
 
 import torch
+from machine import described
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,7 +43,8 @@ CASES = {
 def hand_written(job: Job, data: Data) -> tuple[nn.Module, Callable[[], None]]:
     """The loop that a careful person writes: accumulation by tokens, fused AdamW, one clip, a cosine schedule."""
     model = build_model(job, data.tokenizer.vocabulary, torch.device("cpu")).train()
-    groups = parameter_groups(model, job.optimizer.weight_decay)
+    named = parameter_groups(model, job.optimizer.weight_decay)
+    groups = [{**group, "params": [p for _, p in group["params"]]} for group in named]
     optimizer = torch.optim.AdamW(groups, lr=job.lr, betas=job.optimizer.betas, eps=job.optimizer.eps, fused=True)
     parameters = list(model.parameters())
     position, steps = Position(), 0
@@ -123,18 +122,7 @@ def main() -> None:
         rows = [measure(name, folder) for name in sys.argv[1:] or CASES]
     for row in rows:
         print(json.dumps(row))
-    result = {
-        "date": date.today().isoformat(),
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "rows": rows,
-    }
+    result = {**described(), "rows": rows}
     if not sys.argv[1:]:
         Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -165,11 +165,17 @@ def _train(file: str | None, overrides: list[tuple[str, str]], switches: set[str
     if "--print-config" in switches:
         print(dump(job), end="")
         return
-    if "--dry-run" in switches:
+    from thrice.micro_batch import settled
+
+    dry = "--dry-run" in switches
+    job = settled(
+        job, saved=_saved_job(job.run_dir) if resume else None, measure=not dry, say=_say_aside if dry else _say
+    )
+    if dry:
         from thrice.report.terminal import as_json, dry_run, dry_run_dict, dry_run_lines
 
-        dry = dry_run(job)
-        print(as_json(dry_run_dict(dry)) if "--json" in switches else "\n".join(dry_run_lines(dry)))
+        found = dry_run(job)
+        print(as_json(dry_run_dict(found)) if "--json" in switches else "\n".join(dry_run_lines(found)))
         return
     from thrice.diagnose import explained
     from thrice.report.terminal import printable
@@ -185,13 +191,14 @@ def _verify(file: str | None, overrides: list[tuple[str, str]], switches: set[st
     from thrice.data.load import load_data
     from thrice.diagnose import explained
     from thrice.job_file import load_job
+    from thrice.micro_batch import settled
     from thrice.report.terminal import as_json, certificate_table
     from thrice.verify import verify
 
     given = [value for key, value in overrides if key == "steps"] or ["4"]
     if not given[-1].isdecimal() or int(given[-1]) < 1:
         raise UsageError(f"--steps {given[-1]}: a whole number of optimizer steps is wanted, 1 or more")
-    job = load_job(file, [pair for pair in overrides if pair[0] != "steps"])
+    job = settled(load_job(file, [pair for pair in overrides if pair[0] != "steps"]), say=_say_aside)
     certificate = explained(job, lambda: verify(job, load_data(job), steps=int(given[-1])))
     if "--json" in switches:
         print(as_json(certificate.as_dict()))
@@ -265,8 +272,11 @@ def _init(file: str | None, rest: list[str]) -> None:
 
 def _job_of_run(overrides: list[tuple[str, str]]) -> str | None:
     """A run that goes on without a file goes on with its own."""
-    folder = ([value for key, value in overrides if key == "run_dir"] or ["runs/quickstart"])[-1]
-    job = Path(folder).expanduser() / "job.toml"
+    return _saved_job(([value for key, value in overrides if key == "run_dir"] or ["runs/quickstart"])[-1])
+
+
+def _saved_job(run_dir: str | None) -> str | None:
+    job = Path(run_dir or "runs/run").expanduser() / "job.toml"
     return str(job) if job.is_file() else None
 
 
@@ -275,6 +285,7 @@ def _say(line: str) -> None:
 
 
 def _say_aside(line: str) -> None:
+    """Beside an output that may be read by a program."""
     print(line, file=sys.stderr, flush=True)
 
 
