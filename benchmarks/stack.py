@@ -195,8 +195,8 @@ KINDS = {
     "matrix products": r"aten::(mm|addmm|bmm|baddbmm|matmul|linear)$|mkldnn|graph_\d+_cpp_fused.*mm",
     "attention": r"scaled_dot_product|thrice::flash|softmax$(?<!log_softmax)",
     "loss": r"log_softmax|nll_loss|cross_entropy|logsumexp|ChunkedCrossEntropy",
-    "norms and other elementwise": r"aten::(rms_norm|mul|mul_|add|add_|sub|div|div_|pow|rsqrt|mean|sum|neg|silu|silu_backward"
-    r"|native_dropout|exp|exp_|sub_)$|cpp_fused",
+    "norms and other elementwise": r"aten::(rms_norm|mul|mul_|add|add_|sub|sub_|div|div_|pow|rsqrt|mean|sum|neg|silu"
+    r"|silu_backward|exp|exp_)$|cpp_fused",
     "optimizer": r"adam|sgd|linalg_vector_norm|_foreach",
     "copies, casts and fills": r"aten::(copy_|_to_copy|clone|contiguous|cat|fill_|zero_|slice|index|embedding.*|to)$",
 }

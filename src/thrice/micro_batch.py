@@ -70,21 +70,21 @@ def candidates(job: Job) -> list[int]:
 def _fitting(jobs: Sequence[Job], vocabulary: int, limit_bytes: int) -> list[Job]:
     """The first of `jobs`, ascending, whose step fits. Memory grows with the micro-batch, so it can be bisected."""
     low, high = 0, len(jobs)  # jobs[:low] fit, jobs[high:] do not
-    needed_bytes = 0
+    reason = Infeasible()
     while low < high:
         middle = (low + high) // 2
         try:
             needed_bytes = rehearse(jobs[middle], vocabulary).peak_bytes
             fits = needed_bytes <= limit_bytes
-        except Infeasible:  # a budget that is below what this size needs at least
-            fits = False
+            reason = Infeasible(
+                f"a step takes {memory.shown(needed_bytes)} of tensors by rehearsal, and {memory.shown(limit_bytes)} "
+                'can be used\n    → recompute = "full", precision = "bf16", a shorter sequence or a smaller model'
+            )
+        except Infeasible as error:  # a budget that is below what this size needs at least
+            fits, reason = False, error
         low, high = (middle + 1, high) if fits else (low, middle)
     if not low:
-        raise Infeasible(
-            f'micro_batch = "auto": not even {jobs[0].micro_batch} fits: a step takes {memory.shown(needed_bytes)} of '
-            f"tensors by rehearsal, and {memory.shown(limit_bytes)} can be used\n"
-            '    → recompute = "full", precision = "bf16", a shorter sequence or a smaller model'
-        )
+        raise Infeasible(f'micro_batch = "auto": not even {jobs[0].micro_batch} fits: {reason}')
     return list(jobs[:low])
 
 
