@@ -51,6 +51,33 @@ def blocks(model: nn.Module) -> tuple[Block, ...]:
     return tuple(Block(name=name, module=module, attention=_attention(module)) for name, module in found)
 
 
+def head(model: nn.Module) -> nn.Linear:
+    """The linear layer that turns the last hidden states into logits over the vocabulary.
+
+    Hugging Face's `get_output_embeddings` names it where it exists; elsewhere it is the one linear layer called
+    `head` or `lm_head`. Raises ConfigError where there is none, or more than one.
+    """
+    hints = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    found = {hint() for hint in hints if hint is not None} - {None}
+    if not found:
+        found = {module for name, module in model.named_modules() if name.rpartition(".")[2] in ("head", "lm_head")}
+    linear = [module for module in found if isinstance(module, nn.Linear)]
+    if len(linear) != 1:
+        raise ConfigError(
+            [
+                Problem(
+                    key="model",
+                    value=type(model).__name__,
+                    why=f"{len(linear) or 'no'} output layers were found in it: no get_output_embeddings() that returns an "
+                    "nn.Linear, and no single nn.Linear called head or lm_head",
+                    fix="call the nn.Linear that makes the logits head, or leave out what works on it "
+                    '(vocabulary_loss = "whole")',
+                )
+            ]
+        )
+    return linear[0]
+
+
 def _lists(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
     for prefix, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):

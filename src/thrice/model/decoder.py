@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from thrice.model.attention import causal_attention, rotary_tables, rotate
+from thrice.model.attention import Kernel, causal_attention, rotary_tables, rotate
 from thrice.model.initialise import initialise, materialise
 from thrice.model.mode import evaluating
 from thrice.spec.job import Decoder as DecoderSpec
@@ -41,10 +41,11 @@ class Attention(nn.Module):
         self.k = nn.Linear(spec.hidden, kv_hidden, bias=False)
         self.v = nn.Linear(spec.hidden, kv_hidden, bias=False)
         self.out = nn.Linear(spec.hidden, spec.hidden, bias=False)
+        self.kernel: Kernel = F.scaled_dot_product_attention
 
     def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
         q, k, v = (project(x_BTD).unflatten(-1, (-1, self.channels)) for project in (self.q, self.k, self.v))
-        heads_BTHC = causal_attention(rotate(q, cos_TC, sin_TC), rotate(k, cos_TC, sin_TC), v)
+        heads_BTHC = causal_attention(self.kernel, rotate(q, cos_TC, sin_TC), rotate(k, cos_TC, sin_TC), v)
         out: Tensor = self.out(heads_BTHC.flatten(2))
         return out
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from thrice.errors import ConfigError, Infeasible, Problem
+from thrice.model import flash
 from thrice.model.anatomy import Block, blocks
 from thrice.observe.trace import Tracer
 from thrice.runtime.fakes import faked
@@ -46,6 +47,7 @@ KEPT = frozenset(
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        flash.OPERATOR,
     }
 )
 """What `selective` keeps: dear to compute, and small beside what lies between."""
