@@ -14,9 +14,13 @@ import thrice.train
 from runs import assert_same_state, metrics, run, saved_steps, stop_after, tiny
 from thrice.errors import CheckpointError, Interrupted, UsageError
 from thrice.runtime import store
-from thrice.spec.job import Checkpoint, Decoder, Evaluation, Optimizer, Schedule
+from thrice.spec.job import BatchRamp, Checkpoint, Decoder, Evaluation, Optimizer, Schedule
+from thrice.techniques.attention import Attention
+from thrice.techniques.optimizer_in_backward import OptimizerInBackward
+from thrice.techniques.optimizer_states import OptimizerStates
 from thrice.techniques.precision import Precision
 from thrice.techniques.recompute import Recompute
+from thrice.techniques.vocabulary_loss import VocabularyLoss
 
 FP16 = Precision(mode="fp16", initial_scale=256.0, growth_interval=100)
 GROWING = Precision(mode="fp16", initial_scale=256.0, growth_interval=3)
@@ -61,6 +65,31 @@ CASES = {
     "sgd without state": (
         3,
         {"optimizer": Optimizer(name="sgd", momentum=0.0), "evaluation": Evaluation(fraction=0.0)},
+    ),
+    "in the middle of a ramp": (
+        2,
+        {
+            "micro_batch": 8,
+            "batch_ramp": BatchRamp(start=16, samples=100),
+            "lr_scaling": "sqrt",
+            "base_global_batch": 16,
+            "schedule": Schedule(decay="wsd", warmup_samples=60),
+        },
+    ),
+    "states in 8 bits": (3, {"optimizer": Optimizer(name="lamb"), "techniques": (OptimizerStates(format="8bit"),)}),
+    "lars": (3, {"optimizer": Optimizer(name="lars")}),
+    "muon beside AdamW": (3, {"optimizer": Optimizer(name="muon")}),
+    "in backward": (
+        3,
+        {
+            "micro_batch": 48,
+            "optimizer": Optimizer(clip=None),
+            "techniques": (OptimizerStates(format="bf16"), OptimizerInBackward(enabled=True)),
+        },
+    ),
+    "chunked loss, blockwise attention": (
+        3,
+        {"techniques": (Attention(kernel="flash"), VocabularyLoss(mode="chunked"))},
     ),
     "the loop's AdamW": (3, {"optimizer": Optimizer(implementation="loop")}),
 }
@@ -308,6 +337,7 @@ FORBIDDEN = {
     "decoder": ({"decoder": Decoder(layers=3, hidden=32, heads=2)}, "decoder.layers: saved 2, now 3"),
     "optimizer": ({"optimizer": Optimizer(name="sgd")}, 'optimizer.name: saved "adamw", now "sgd"'),
     "split": ({"evaluation": Evaluation(fraction=0.1)}, "evaluation.fraction: saved 0.02, now 0.1"),
+    "ramp": ({"batch_ramp": BatchRamp(start=24, samples=9)}, "batch_ramp.start: saved not given, now 24"),
     "precision": ({"techniques": (Precision(mode="bf16"),)}, 'precision.mode: saved "fp32", now "bf16"'),
 }
 

@@ -24,7 +24,7 @@ from thrice.techniques.precision import Precision
 
 FIXED = (
     "model", "corpus", "tokenizer", "sequence", "global_batch", "last_window", "seed", "decoder",
-    "optimizer.name", "evaluation.fraction", "precision", "optimizer_states",
+    "optimizer.name", "evaluation.fraction", "precision", "optimizer_states", "batch_ramp",
 )  # fmt: skip
 """What a run may not change when it goes on: another value makes its state meaningless. The rest may change,
 and is said aloud."""
