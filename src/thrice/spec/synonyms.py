@@ -65,6 +65,8 @@ SAME = {
     "num_warmup_steps": "schedule.warmup_steps",
     "warmup_num_steps": "schedule.warmup_steps",
     "min_lr_factor": "schedule.min_lr_ratio",
+    "lr_warmup_samples": "schedule.warmup_samples",
+    "wsd_decay_steps": "schedule.decay_steps",
     # the decoder
     "num_hidden_layers": "decoder.layers",
     "num_layers": "decoder.layers",
@@ -96,6 +98,8 @@ SAME = {
     "torch_dtype": "precision.mode",
     "initial_loss_scale": "precision.initial_scale",
     "loss_scale_window": "precision.growth_interval",
+    "attn_implementation": "attention.kernel",
+    "attention_backend": "attention.kernel",
     # the run and its machine
     "random_seed": "seed",
     "output_dir": "run_dir",
@@ -140,6 +144,15 @@ ADVICE = {
     "num_epochs": _AMOUNT,
     "epochs": _AMOUNT,
     "train_samples": _AMOUNT,
+    "rampup_batch_size": "[batch_ramp] start, increment and samples: the global batch of the first step, by how much "
+    "it grows, and over how many samples",
+    "auto_find_batch_size": 'micro_batch = "auto" takes the largest that fits and pays',
+    "torch_compile": 'compile = "blocks" compiles block by block',
+    "use_flash_attn": 'attention = "sdpa" takes torch\'s fused kernels, "flash" our blockwise reference',
+    "use_liger_kernel": 'vocabulary_loss = "chunked" is the loss that never holds the whole logits in float32',
+    "adam8bit": 'optimizer_states = "8bit"',
+    "adamw_8bit": 'optimizer_states = "8bit"',
+    "optim_in_backward": "optimizer_in_backward = true",
     "warmup_ratio": "warm-up is counted in steps: schedule.warmup_steps = ratio * max_steps",
     "min_lr": "the end of the decay is a share of the peak: schedule.min_lr_ratio = min_lr / lr",
     "lr_decay_iters": "the decay always ends with the run; leave it out",
