@@ -253,7 +253,7 @@ def test_run_dir_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
             run(job)
         return 0
 
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
         folder.chmod(0o755)
     assert exit_code(forked(act, Path("/dev/null"))) == 0
     assert os.listdir(tmp_path / "closed") == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 
@@ -62,25 +62,32 @@ class Certificate:
         return {"ok": self.ok, **asdict(self), "first_difference": first, "rows": rows}
 
 
-def judged(rows: Sequence[Row], promised: Claim) -> list[Row]:
+def judged(rows: Sequence[Row], promised: Claim, draws: Mapping[str, Sequence[float]]) -> list[Row]:
     """The rows with what each is allowed.
 
-    A single number's floor can be small by luck, so a quantity is held to the larger of its own floor and the
-    median floor of its kind in that step (tensors) or the largest over all steps (loss and norm). A float32
-    loss or norm is not known better than float32's spacing.
+    A single number's floor can be small by luck, so a quantity is held to the larger of its own floor and what is
+    common to its kind: for tensors the median floor of the step; for the loss and the norm, of which each step has
+    but one, the largest over all steps and the median of `draws`, the floors of their parts (the loss of each
+    sample, the norm of each gradient). A float32 number is not known better than float32's spacing.
     """
     pools: dict[tuple[int, str], list[float]] = {}
     for row in rows:
         pools.setdefault(_pool(row), []).append(row.floor)
-    return [replace(row, allowed=_allowed(row, pools[_pool(row)], promised)) for row in rows]
+    common = {pool: _common(pool[1], floors, draws) for pool, floors in pools.items()}
+    return [replace(row, allowed=_allowed(row, common[_pool(row)], promised)) for row in rows]
 
 
 def _pool(row: Row) -> tuple[int, str]:
     return (row.step if row.tensor else 0, row.kind)
 
 
-def _allowed(row: Row, pool: Sequence[float], promised: Claim) -> float:
+def _common(kind: str, floors: Sequence[float], draws: Mapping[str, Sequence[float]]) -> float:
+    if kind in ("gradient", "parameter"):
+        return median(floors)
+    return max(*floors, torch.finfo(torch.float32).eps, median(draws.get(kind) or [0.0]))
+
+
+def _allowed(row: Row, common: float, promised: Claim) -> float:
     if promised is Claim.BITWISE or row.kind == "sample_ids":
         return 0.0
-    common = median(pool) if row.tensor else max(*pool, torch.finfo(torch.float32).eps)
     return ALLOWED_FLOORS * max(row.floor, common)

@@ -31,6 +31,8 @@ class Observed:
     grad_norm: float
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    sample_losses: Tensor | None = None
+    """Mean loss of each sample, of the reference alone: by how much rounding moves a loss is seen on many of them."""
 
 
 class Reference:
@@ -57,6 +59,7 @@ class Reference:
         """`window` is the whole global batch in one piece, or the pieces in which dropout draws its masks."""
         count = sum(int((batch.targets != IGNORE).sum()) for batch in window)
         loss = 0.0
+        sample_losses = []
         for batch in window:
             with self.autocast():
                 logits = self.model(batch.inputs)
@@ -66,6 +69,7 @@ class Reference:
             )
             torch.autograd.backward(loss_sum / (count / self.loss_scale))
             loss += loss_sum.item()
+            sample_losses.append(_by_sample(wide.detach(), batch.targets))
         named = dict(self.model.named_parameters())
         for parameter in named.values():
             if parameter.grad is not None and self.loss_scale != 1.0:
@@ -84,6 +88,7 @@ class Reference:
             grad_norm=norm.item(),
             gradients=gradients,
             parameters={n: p.detach() for n, p in named.items()},
+            sample_losses=torch.cat(sample_losses),
         )
 
     def _round_states(self) -> None:
@@ -91,6 +96,14 @@ class Reference:
             for name in state.keys() & SIGNED.keys():
                 if state[name] is not None:
                     state[name].copy_(round_trip(name, state[name], self.states))
+
+
+def _by_sample(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """(B,) mean losses; NaN where a sample has no target."""
+    losses_BT = nn.functional.cross_entropy(
+        logits_BTV.transpose(1, 2), targets_BT, ignore_index=IGNORE, reduction="none"
+    )
+    return losses_BT.sum(1) / (targets_BT != IGNORE).sum(1)
 
 
 def plain_windows(

@@ -77,6 +77,7 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
     reference = Reference(job, data.tokenizer.vocabulary, device, Arithmetic())
     floors = [Reference(job, data.tokenizer.vocabulary, device, other) for other in _other_arithmetics(job, promised)]
     rows: list[Row] = []
+    draws: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     samples: list[list[int]] = []
     notes = [COMPARED_WITH[promised], *mathematics(job)]
     position = Position(epoch=0, offset=0)
@@ -101,6 +102,9 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
         order = f"{got_ids[:8]} for {expected_ids[:8]}"
         rows.append(Row(step=step, kind="sample_ids", deviation=float(got_ids != expected_ids), where=order))
         rows.extend(_compared(step, got, expected, noise))
+        for other in noise:
+            draws["loss"] += _sample_floors(other, expected)
+            draws["grad_norm"] += _norm_floors(other, expected)
         if step == steps:
             break
     if job.decoder.dropout > 0:
@@ -113,7 +117,7 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
         job=dump(job),
         torch=torch.__version__,
         device=str(device),
-        rows=judged(rows, promised),
+        rows=judged(rows, promised, draws),
     )
 
 
@@ -167,6 +171,20 @@ def _compared(step: int, got: Observed, expected: Observed, noise: list[Observed
             deviation, where = _deviation(ours[name], plain[name])
             floor = max((_deviation(other[name], plain[name])[0] for other in others), default=0.0)
             yield Row(step=step, kind=kind, tensor=name, deviation=deviation, floor=floor, where=where)
+
+
+def _sample_floors(other: Observed, expected: Observed) -> list[float]:
+    assert other.sample_losses is not None
+    assert expected.sample_losses is not None
+    floors = (other.sample_losses.double() / expected.sample_losses.double() - 1).abs()
+    return [float(floor) for floor in floors[floors.isfinite()]]
+
+
+def _norm_floors(other: Observed, expected: Observed) -> list[float]:
+    norms = [
+        (other.gradients[name].double().norm(), plain.double().norm()) for name, plain in expected.gradients.items()
+    ]
+    return [float((noisy / plain - 1).abs()) for noisy, plain in norms if plain > 0]
 
 
 def _deviation(got: Tensor, expected: Tensor) -> tuple[float, str]:
