@@ -11,7 +11,7 @@ from torch import nn
 
 from plain import CPU, SEQUENCE, VOCABULARY, job, session, window
 from thrice.errors import ConfigError
-from thrice.model.anatomy import blocks
+from thrice.model.anatomy import blocks, head
 from thrice.model.decoder import build_decoder
 from thrice.model.loss import cross_entropy_sum
 from thrice.step import train_step
@@ -127,6 +127,25 @@ def test_a_model_without_blocks_is_refused_with_a_way_out(model):
     assert "no repeated blocks" in message
     assert "ModuleList" in message
     assert "recompute" in message
+
+
+HEADS = {"decoder": "head", "llama": "lm_head", "qwen2": "lm_head", "gpt2": "lm_head", "TransformerEncoder": "head"}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_is_found(name):
+    model = MODELS[name][0]()
+    assert head(model) is model.get_submodule(HEADS[name])
+    assert head(nn.Sequential(model)) is model.get_submodule(HEADS[name]), "also inside another module"
+
+
+def test_a_model_without_a_head_or_with_two_is_refused_with_a_way_out():
+    two = nn.Module()
+    two.a, two.b = Encoder(), Encoder()
+    for model, count in ((sequential(), "no"), (two, "2"), (transformers.LlamaModel(llama().config), "no")):
+        with pytest.raises(ConfigError, match=rf"{count} output layers were found") as error:
+            head(model)
+        assert 'vocabulary_loss = "whole"' in str(error.value)
 
 
 def hf_loss(output, targets):

@@ -68,8 +68,8 @@ def head(model: nn.Module) -> nn.Linear:
                 Problem(
                     key="model",
                     value=type(model).__name__,
-                    why=f"{len(linear) or 'no'} output layers were found in it: no get_output_embeddings() that returns an "
-                    "nn.Linear, and no single nn.Linear called head or lm_head",
+                    why=f"{len(linear) or 'no'} output layers were found in it: no get_output_embeddings() that "
+                    "returns an nn.Linear, and no single nn.Linear called head or lm_head",
                     fix="call the nn.Linear that makes the logits head, or leave out what works on it "
                     '(vocabulary_loss = "whole")',
                 )

@@ -1,4 +1,4 @@
-"""Exact attention block by block: the score matrix is never whole, so memory grows with the sequence and not its square.
+"""Exact attention block by block: the scores are never whole, so memory grows with the sequence, not its square.
 
 FlashAttention-2 (Dao, arXiv:2307.08691; arXiv:2205.14135) in plain tensor operations, for any device. A block of
 queries meets one block of keys after the other and keeps a running maximum and a running sum; whatever was summed
@@ -28,7 +28,7 @@ from thrice.errors import ConfigError, Problem
 from thrice.model.attention import as_autocast
 
 BLOCK = 256
-"""Queries and keys in a block; of 64 to 1024 the fastest on a CPU (benchmarks/attention.py)."""
+"""Queries and keys in a block; of 64 to 1024 none was clearly faster on a CPU, and its scores are 256 KiB a head."""
 
 
 def flash_attention(
@@ -50,16 +50,18 @@ def flash_attention(
     be kept for backward as large as the score matrix.
     """
     if dropout_p > 0:
-        raise _refusal(
-            f"the model drops attention probabilities (dropout_p = {dropout_p:g}), and which ones would have to be kept",
-            "its attention dropout",
+        why = (
+            f"the model drops attention probabilities (dropout_p = {dropout_p:g}), and which ones would have to be kept"
         )
+        raise _refusal(why, "its attention dropout")
     if attn_mask is not None and attn_mask.requires_grad:
-        raise _refusal(f"the model's attention mask {list(attn_mask.shape)} needs a gradient", "learned masks")
+        why = f"the model's attention mask {list(attn_mask.shape)} needs a gradient"
+        raise _refusal(why, "what it learns of its mask")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal and attn_mask exclude each other: the mask has to say what is causal")
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
-    leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    shapes = query.shape[:-3], key.shape[:-3], value.shape[:-3]
+    leading: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     heads = query.shape[-3] if query.ndim > 2 else 1
     q, k, v = (_four(tensor, leading, heads, enable_gqa) for tensor in (query, key, value))
     mask = None if attn_mask is None else _four_mask(attn_mask, leading)
@@ -170,18 +172,16 @@ def backward(
     return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
 
 
-def _scores(
-    q_BKRC: Tensor, key: Tensor, mask: Tensor | None, causal: bool, rows: slice, keys: slice
-) -> Tensor:
+def _scores(q_BKRC: Tensor, key: Tensor, mask: Tensor | None, causal: bool, rows: slice, keys: slice) -> Tensor:
     """One block of masked scores, (B, K, G × R, J); the heads of a group share their keys, so they are rows here."""
     scores = q_BKRC @ _wide(key[:, :, keys]).mT
-    by_head = scores.unflatten(2, (-1, rows.stop - rows.start))
+    by_head = scores.view(*scores.shape[:2], -1, rows.stop - rows.start, scores.shape[-1])
     if causal and keys.stop > rows.start + 1:
         positions = [torch.arange(part.start, part.stop, device=key.device) for part in (rows, keys)]
         by_head.masked_fill_(positions[1] > positions[0][:, None], -math.inf)
     if mask is not None:
         part = mask[..., rows if mask.shape[-2] > 1 else slice(None), keys if mask.shape[-1] > 1 else slice(None)]
-        part = part.unflatten(1, (key.shape[1], -1)) if mask.shape[1] > 1 else part[:, :, None]
+        part = _grouped(part, key) if mask.shape[1] > 1 else part[:, :, None]
         if mask.dtype is torch.bool:
             by_head.masked_fill_(~part, -math.inf)
         else:
@@ -190,7 +190,9 @@ def _scores(
 
 
 def _grouped(tensor_BHTC: Tensor, key: Tensor) -> Tensor:
-    return tensor_BHTC.unflatten(1, (key.shape[1], -1))
+    """(B, K, G, T, C)."""
+    grouped: Tensor = tensor_BHTC.unflatten(1, (key.shape[1], -1))  # type: ignore[no-untyped-call]
+    return grouped
 
 
 def _rows(tensor_BKGTC: Tensor, rows: slice) -> Tensor:
@@ -237,13 +239,12 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _scores_computed(query: Tensor, key: Tensor, causal: bool, block: int) -> int:
-    samples, heads, queries, _ = query.shape
-    area = sum(
+    area: int = sum(
         (rows.stop - rows.start) * (keys.stop - keys.start)
-        for rows, columns in visited(queries, key.shape[2], causal, block)
+        for rows, columns in visited(query.shape[2], key.shape[2], causal, block)
         for keys in columns
     )
-    return samples * heads * area
+    return query.shape[0] * query.shape[1] * area
 
 
 @register_flop_formula(torch.ops.thrice.flash_attention, get_raw=True)

@@ -42,10 +42,15 @@ def _attention_backward(
     return count
 
 
-# What torch's registry lacks: attention on a CPU and products with a vector.
+def _product(_: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *__: Any, **___: Any) -> int:
+    return 2 * left.numel() * right.shape[1]
+
+
+# What torch's registry lacks: attention on a CPU, products with a vector, and one that adds in place.
 _MISSING: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten.addmm_: _product,
     aten.mv: lambda matrix, *_, **__: _matrix_vector(matrix),
     aten.addmv: lambda _, matrix, *__, **___: _matrix_vector(matrix),
     aten.dot: lambda vector, *_, **__: _matrix_vector(vector),

@@ -43,7 +43,7 @@ class Attention:
     @classmethod
     def examples(cls) -> Iterable[Self]:
         yield cls(kernel="sdpa")
-        yield cls(kernel="flash", block=12)
+        yield cls(kernel="flash", block=20)
         yield cls(kernel="eager")
 
     def check(self) -> Iterator[Problem]:
@@ -99,7 +99,7 @@ class Attention:
                     Problem(
                         key="attention.kernel",
                         value=self.kernel,
-                        why=f"{type(session.model).__name__} never calls torch.nn.functional.scaled_dot_product_attention, "
+                        why=f"{type(session.model).__name__} never calls F.scaled_dot_product_attention of torch.nn, "
                         "so there is nothing to exchange",
                         fix='build it with torch\'s attention (Hugging Face: attn_implementation="sdpa"; '
                         "nn.MultiheadAttention: need_weights=False), or leave attention out",

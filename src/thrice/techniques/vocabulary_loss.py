@@ -100,15 +100,15 @@ def _without_head(model: nn.Module, layer: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 @contextmanager
-def _head_as(layer: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _head_as(layer: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     own = layer.__dict__.get("forward")
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
     try:
         yield
     finally:
         del layer.forward
         if own is not None:
-            layer.forward = own  # type: ignore[method-assign]
+            layer.forward = own
 
 
 def _input_of_head(session: Session, layer: nn.Linear) -> tuple[torch.Size, torch.dtype]:
@@ -141,8 +141,8 @@ def _input_of_head(session: Session, layer: nn.Linear) -> tuple[torch.Size, torc
             [
                 Problem(
                     key="vocabulary_loss.mode",
-                    why=f"{type(session.model).__name__} does not simply return what its head computes: {why}; the loss "
-                    "taken from the head's input would be another one",
+                    why=f"{type(session.model).__name__} does not simply return what its head computes: {why}; the "
+                    "loss taken from the head's input would be another one",
                     fix='vocabulary_loss = "whole"',
                 )
             ]
