@@ -4,7 +4,7 @@ Bytes of large models are rehearsed: the very step that trains, on fake tensors.
 real tensors. FLOPs are counted, not estimated. Times are ratios of two steps taken in turn (ABBA) in one process, so
 that a machine whose speed drifts slows both alike; the least and the most of a few ratios stand beside the median.
 
-    OMP_NUM_THREADS=1 python benchmarks/claims.py            # about eight minutes; writes claims.json
+    OMP_NUM_THREADS=1 python benchmarks/claims.py            # fifteen minutes; writes claims.json
     python benchmarks/claims.py accumulation                 # one part; nothing is written
 """
 
@@ -259,7 +259,7 @@ def precision_memory(large: Job = LARGE) -> list[Finding]:
         Finding(
             claim="mixed precision takes 40–50% less memory",
             formula="bf16 halves most activations, keeps 16 bytes × parameters and adds 2 × parameters for casts; "
-            "bf16-pure: 2 + 4 (gradient) + 4 (states) bytes × parameters",
+            "bf16-pure: 2 + 4 (gradient) + 8 (states) bytes × parameters",
             basis="rehearsed",
             measured=measured,
             verdict=f"At 2B parameters and {many} samples bf16 takes {less[many, 'bf16']:.0%} less and bf16-pure "
