@@ -236,7 +236,7 @@ def test_verify_fails(
 
 
 BAD_WORDS = {
-    "no command": (["trian"], "'trian' is not a command\n  did you mean thrice train? there are: train, verify, compare, init"),
+    "no command": (["trian"], "'trian' is not a command\n  did you mean thrice train? there are: train, verify,"),
     "no such file": (["train", "jobb.toml"], "jobb.toml: there is no such file\n    → did you mean job.toml?"),
     "a folder": (["train", "."], ". is a folder, and a job is a file"),
     "file after flags": (["train", "--seed", "1", "job.toml"], "FILE comes before the flags: thrice train FILE --KEY"),

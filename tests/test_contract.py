@@ -58,7 +58,7 @@ NAMED = {
         Attention(kernel="sdpa"), VocabularyLoss(mode="chunked"),
     ),
     "long": (
-        Attention(kernel="flash"), Recompute(strategy="budget", budget_bytes=1 << 20), VocabularyLoss(mode="chunked"),
+        Recompute(strategy="budget", budget_bytes=1 << 20), Attention(kernel="flash"), VocabularyLoss(mode="chunked"),
     ),
     "fast": (
         Precision(mode="bf16"), Attention(kernel="sdpa"), VocabularyLoss(mode="whole"), Compile(mode="blocks"),

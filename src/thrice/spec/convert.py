@@ -44,8 +44,10 @@ def convert(value: object, hint: Any, key: str) -> Any:
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        given = [argument for argument in arguments if not isinstance(argument, type) or argument is not NoneType]
-        *words, inner = sorted(given, key=lambda argument: get_origin(argument) is not Literal)
+        given: list[Any] = list(arguments)
+        if NoneType in given:
+            given.remove(NoneType)
+        *words, inner = sorted(given, key=_is_no_word)
         if NoneType in arguments and (value is None or (value == "none" and "none" not in get_args(inner))):
             return None
         if words and value in get_args(words[0]):
@@ -59,6 +61,10 @@ def convert(value: object, hint: Any, key: str) -> Any:
     if origin is tuple:
         return _tuple(value, arguments, key)
     return {int: _int, float: _float, bool: _bool, str: _str}[hint](value, key)
+
+
+def _is_no_word(hint: Any) -> bool:
+    return get_origin(hint) is not Literal
 
 
 def _choice(value: object, choices: Sequence[object], key: str) -> object:
