@@ -48,6 +48,7 @@ class Reference:
         plain = replace(job.optimizer, implementation="auto")
         self.optimizer = build_optimizer(self.model, plain, lr=job.lr, seed=job.seed)
         self.states = arithmetic.states
+        self.is_wide = arithmetic.stored is torch.float64
         self.autocast: Callable[[], AbstractContextManager[object]] = (
             nullcontext if arithmetic.computed is None else partial(torch.autocast, device.type, arithmetic.computed)
         )
@@ -55,8 +56,13 @@ class Reference:
         self.lr_at = learning_rate(job)
         self.steps = self.samples = 0
 
-    def step(self, window: list[Batch]) -> Observed:
-        """`window` is the whole global batch in one piece, or the pieces in which dropout draws its masks."""
+    def step(self, window: list[Batch], jittered_by: Observed | None = None) -> Observed:
+        """`window` is the whole global batch in one piece, or the pieces in which dropout draws its masks.
+
+        With `jittered_by` the update takes each gradient as far off as it is from the one observed there. What
+        rounding does to a parameter hangs on single elements: AdamW turns one whose gradient is near zero into a
+        step of either sign, and one comparison may have none of them off.
+        """
         count = sum(int((batch.targets != IGNORE).sum()) for batch in window)
         loss = 0.0
         sample_losses = []
@@ -76,6 +82,8 @@ class Reference:
                 parameter.grad /= self.loss_scale
         norm = nn.utils.clip_grad_norm_(named.values(), self.job.optimizer.clip or math.inf)
         gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        if jittered_by is not None:
+            _jitter(named, jittered_by.gradients)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_at(self.steps, self.samples)
         self.optimizer.step()
@@ -96,6 +104,15 @@ class Reference:
             for name in state.keys() & SIGNED.keys():
                 if state[name] is not None:
                     state[name].copy_(round_trip(name, state[name], self.states))
+
+
+def _jitter(named: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    """Moves each element of a gradient up or down by the root mean square of its tensor's distance to the other."""
+    for name, parameter in named.items():
+        if parameter.grad is not None:
+            size = (parameter.grad - others[name]).square().mean().sqrt()
+            signs = torch.randint(0, 2, parameter.shape, device=parameter.device) * 2 - 1
+            parameter.grad += size * signs
 
 
 def _by_sample(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

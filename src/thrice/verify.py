@@ -2,8 +2,8 @@
 
 The job runs as composed, beside a reference that knows no technique: one process, float32, the whole global
 batch at once, plain torch. What may lie between them is what the job's claim promises (BITWISE: nothing), held
-against a noise floor measured in the same run: the reference in float64 for ROUNDING, the reference in the
-job's precision for LOWER_PRECISION.
+against a noise floor measured in the same run: for ROUNDING the reference in float64 and over the job's
+micro-batches, for LOWER_PRECISION the reference in the job's precision.
 
 The algorithm is the job's own in both, its optimizer and its batch ramp included: what is proven is that the stack
 computes that algorithm, not that the algorithm is AdamW at a fixed batch.
@@ -31,7 +31,7 @@ from thrice.step import train_step
 
 COMPARED_WITH = {
     Claim.BITWISE: "no deviation is allowed",
-    Claim.ROUNDING: "floor: the reference in float64 against itself in float32",
+    Claim.ROUNDING: "floor: the reference in float64, and in float32 over the job's micro-batches, against float32",
     Claim.LOWER_PRECISION: "floor: the reference in the job's precision and micro-batches against float32",
 }
 
@@ -96,9 +96,8 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
         whole = [data.train.batch(expected_ids).to(device)]
         pieces = whole if job.decoder.dropout == 0 else window
         expected = _seeded(job, step - 1, reference, pieces)
-        # a low precision rounds each micro-batch's gradient, so its floor is taken over the same ones
-        cut = window if promised is Claim.LOWER_PRECISION else pieces
-        noise = [_seeded(job, step - 1, floor, cut) for floor in floors]
+        # floors are taken over the job's micro-batches: each one's gradient is rounded, and sums have that order
+        noise = [_seeded(job, step - 1, floor, window, expected if floor.is_wide else None) for floor in floors]
         order = f"{got_ids[:8]} for {expected_ids[:8]}"
         rows.append(Row(step=step, kind="sample_ids", deviation=float(got_ids != expected_ids), where=order))
         rows.extend(_compared(step, got, expected, noise))
@@ -121,9 +120,11 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
     )
 
 
-def _seeded(job: Job, index: int, reference: Reference, window: list[Batch]) -> Observed:
+def _seeded(
+    job: Job, index: int, reference: Reference, window: list[Batch], jittered_by: Observed | None = None
+) -> Observed:
     torch.manual_seed(key(job.seed, "verify", index))
-    return reference.step(window)
+    return reference.step(window, jittered_by)
 
 
 def _other_arithmetics(job: Job, promised: Claim) -> list[Arithmetic]:
@@ -131,11 +132,10 @@ def _other_arithmetics(job: Job, promised: Claim) -> list[Arithmetic]:
     if promised is Claim.BITWISE:
         return []
     wide, low = Arithmetic(stored=torch.float64), arithmetic(job)
-    if promised is Claim.ROUNDING:
-        return [wide]
-    # where states alone are stored in fewer bits, the first gradient knows nothing of it, but of the order of sums
+    # in float32 throughout, or but for stored states, what rounds is the order of sums: seen against float64, and
+    # over the job's micro-batches against the whole batch
     in_float32 = low.stored is torch.float32 and low.computed is None
-    return [low, wide] if in_float32 else [low]
+    return [wide, low] if in_float32 else [low]
 
 
 def arithmetic(job: Job) -> Arithmetic:
