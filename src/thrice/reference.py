@@ -6,7 +6,7 @@ It shares the model, the optimizer's formulas and the learning rate's with the j
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,7 +106,7 @@ class Reference:
                     state[name].copy_(round_trip(name, state[name], self.states))
 
 
-def _jitter(named: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+def _jitter(named: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
     """Moves each element of a gradient up or down by the root mean square of its tensor's distance to the other."""
     for name, parameter in named.items():
         if parameter.grad is not None:
