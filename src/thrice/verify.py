@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thrice.certificate import Certificate, Row, judged
 from thrice.compose import claim, compose, mathematics
-from thrice.data.batches import Batch, Position
+from thrice.data.batches import Batch, Position, cut
 from thrice.data.load import Data
 from thrice.reference import Observed, Reference, plain_windows
 from thrice.runtime.session import Session
@@ -93,11 +94,13 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
             continue
         samples.append(expected_ids)
         step = len(samples)
+        # the samples of the law, and not what the job's loader made of them
         whole = [data.train.batch(expected_ids).to(device)]
-        pieces = whole if job.decoder.dropout == 0 else window
-        expected = _seeded(job, step - 1, reference, pieces)
-        # floors are taken over the job's micro-batches: each one's gradient is rounded, and sums have that order
-        noise = [_seeded(job, step - 1, floor, window, expected if floor.is_wide else None) for floor in floors]
+        parts = cut(np.array(expected_ids), session.ledger.micro_batch)
+        pieces = [data.train.batch(part).to(device) for part in parts]
+        expected = _seeded(job, step - 1, reference, whole if job.decoder.dropout == 0 else pieces)
+        # floors are taken over micro-batches: each one's gradient is rounded, and sums have that order
+        noise = [_seeded(job, step - 1, floor, pieces, expected if floor.is_wide else None) for floor in floors]
         order = f"{got_ids[:8]} for {expected_ids[:8]}"
         rows.append(Row(step=step, kind="sample_ids", deviation=float(got_ids != expected_ids), where=order))
         rows.extend(_compared(step, got, expected, noise))
