@@ -18,7 +18,7 @@ from thrice.data.batches import Position
 from thrice.errors import CheckpointError, UsageError
 from thrice.runtime import store
 from thrice.runtime.session import Progress, Session
-from thrice.spec.dump import dump
+from thrice.spec.dump import dump, settings
 from thrice.techniques.optimizer_states import OptimizerStates
 from thrice.techniques.precision import Precision
 
@@ -161,7 +161,7 @@ def _check_fit(path: Path, wanted: dict[str, Tensor], saved: dict[str, Tensor]) 
 
 def _changes(state: dict[str, Any], session: Session, corpus: str) -> dict[str, tuple[str, str]]:
     """Dotted key -> (saved, current) of each setting that differs."""
-    was, now = _flat(state["job"]), _flat(dump(session.job))
+    was, now = settings(state["job"]), settings(dump(session.job))
     # said otherwise, but the same: where it is kept, where the data lies, and how the batch was spelt
     for key in ("run_dir", "data", "global_batch", "micro_batch", "grad_accum_steps"):
         was.pop(key, None)
@@ -169,21 +169,10 @@ def _changes(state: dict[str, Any], session: Session, corpus: str) -> dict[str, 
     for key in ("global_batch", "micro_batch"):
         was[key], now[key] = str(state["ledger"][key]), str(session.ledger.as_dict()[key])
     was["corpus"], now["corpus"] = state["corpus"][:12], corpus[:12]
-    for settings in (was, now):
+    for given in (was, now):
         # what leaving them out means
-        settings.setdefault("precision.mode", f'"{Precision().mode}"')
-        settings.setdefault("optimizer_states.format", f'"{OptimizerStates().format}"')
+        given.setdefault("precision.mode", f'"{Precision().mode}"')
+        given.setdefault("optimizer_states.format", f'"{OptimizerStates().format}"')
     return {
         key: (was.get(key, "not given"), now.get(key, "not given")) for key in was | now if was.get(key) != now.get(key)
     }
-
-
-def _flat(job: str) -> dict[str, str]:
-    table, flat = "", {}
-    for line in job.splitlines():
-        if line.startswith("["):
-            table = line.strip("[]") + "."
-        elif " = " in line:
-            key, _, value = line.partition(" = ")
-            flat[table + key] = value
-    return flat

@@ -6,34 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from thrice.errors import Interrupted
 
 STEP = re.compile(r" *\d+ ")
 """How a line of progress begins."""
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Interrupted at once, so that a child can be stopped before its parent ends."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(signal.Signals(number).name, 128 + number)
-
-    try:
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are the caller's
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def train_in_child(job_file: Path, log: Path, *, resume: bool, say: Callable[[str], None]) -> tuple[int, str | None]:

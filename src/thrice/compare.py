@@ -9,22 +9,21 @@ from __future__ import annotations
 import os
 import platform
 import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from thrice.child import stoppable, train_in_child
+from thrice.child import train_in_child
 from thrice.curves import Measured, Spread, measure, spread
 from thrice.errors import Interrupted, UsageError
 from thrice.experiment import Experiment, Variant
 from thrice.files import write_whole
 from thrice.run_folder import RunFolder, is_used
-from thrice.spec.dump import dump
+from thrice.runtime.interrupt import stoppable
+from thrice.spec.dump import dump, settings
 from thrice.spec.job import Job
 from thrice.verdict import Verdict, judge
 
@@ -121,7 +120,7 @@ def _check_folders(experiment: Experiment, planned: Sequence[tuple[Variant, Job,
         if begun is None and is_used(Path(job.run_dir or "")):
             raise UsageError(f"{job.run_dir} is not empty, and no run of this comparison\n  name another --out")
         if begun is not None and begun != dump(job):
-            changed = ", ".join(differing([tomllib.loads(begun), tomllib.loads(dump(job))]))
+            changed = ", ".join(differing([begun, dump(job)]))
             raise UsageError(f"{job.run_dir} was begun with another job (other: {changed})\n  name another --out")
 
 
@@ -165,17 +164,9 @@ def summed_up(experiment: Experiment, runs: Sequence[Run]) -> Comparison:
     return Comparison(experiment=experiment, summaries=tuple(summaries))
 
 
-def differing(jobs: Sequence[Mapping[str, Any]]) -> dict[str, list[object]]:
-    """{dotted key: its value in each job} where they are not all alike, None where it is not given."""
-    flat = [dict(_flat(job)) for job in jobs]
+def differing(jobs: Sequence[str]) -> dict[str, list[str | None]]:
+    """{dotted key: its value as TOML in each dumped job} where they are not all alike, None where it is not given."""
+    flat = [settings(job) for job in jobs]
     keys = dict.fromkeys(key for job in flat for key in job)
     values = {key: [job.get(key) for job in flat] for key in keys}
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

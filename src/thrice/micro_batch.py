@@ -7,8 +7,7 @@ the same training to rounding, so a measurement that is off costs speed and noth
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from thrice.errors import ConfigError, Infeasible
 from thrice.job_file import load_job
 from thrice.observe.rehearse import rehearse
 from thrice.runtime import memory
-from thrice.runtime.session import Session
+from thrice.runtime.stopwatch import seconds
 from thrice.spec.job import Job
 
 FREE_SHARE = 0.85
@@ -97,11 +96,11 @@ def _fastest(jobs: Sequence[Job], vocabulary: int) -> tuple[Job, str]:
         if size < 1.5 * last and one is not jobs[-1]:
             size = last
             continue  # too near to the last to tell apart
-        seconds = _micro_batch_s(one, vocabulary)
-        rates[size] = size / seconds
+        taken_s = _micro_batch_s(one, vocabulary)
+        rates[size] = size / taken_s
         if rates[size] > PAYS * best_rate:
             best, best_rate = one, rates[size]
-        if seconds > LONG_S or rates[size] < 0.8 * best_rate:
+        if taken_s > LONG_S or rates[size] < 0.8 * best_rate:
             break
     shown = ", ".join(f"{size}: {rate:.3g}" for size, rate in rates.items())
     return best, f"the largest that pays; samples/s of forward and backward at {shown}"
@@ -111,18 +110,13 @@ def _micro_batch_s(job: Job, vocabulary: int) -> float:
     """Seconds of one forward and backward; the random state stays as it is."""
     with torch.random.fork_rng():
         session = compose(job, vocabulary=vocabulary)
-        times = list(_timed(session))
-    return min(times[1:])  # the first warms up
+        batch = session.example()
 
+        def forward_backward() -> None:
+            torch.autograd.backward(session.loss_sum(batch) / batch.count)
 
-def _timed(session: Session) -> Iterator[float]:
-    batch = session.example()
-    for _ in range(3):
-        began = time.perf_counter()
-        with session.compute():
-            loss = session.loss(session.output(batch.inputs), batch.targets)
-        torch.autograd.backward(loss / batch.count)
-        if session.device.type != "cpu":
-            torch.accelerator.synchronize(session.device)
-        yield time.perf_counter() - began
-        session.model.zero_grad()
+        times = []
+        for _ in range(3):  # the first warms up
+            times.append(seconds(forward_backward, session.device))
+            session.model.zero_grad()
+    return min(times[1:])

@@ -88,7 +88,8 @@ class Reference:
             group["lr"] = self.lr_at(self.steps, self.samples)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._round_states()
+        if self.states is not None:
+            self._round_states()
         self.steps += 1
         self.samples += sum(len(batch.sample_ids) for batch in window)
         return Observed(

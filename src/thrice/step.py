@@ -99,8 +99,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
 
 
 def _forward_backward(session: Session, batch: Batch, divisor: float) -> Tensor:
-    with session.compute():
-        loss_sum = session.loss(session.output(batch.inputs), batch.targets)
+    loss_sum = session.loss_sum(batch)
     # what is applied within backward cannot be taken back
     if session.in_backward is None or math.isfinite(scalar(loss_sum.detach())):
         torch.autograd.backward(loss_sum / divisor)
@@ -142,7 +141,6 @@ def evaluate(session: Session, batches: Iterable[Batch]) -> tuple[float, int]:
     total, count = 0.0, 0
     with evaluating(session.model):
         for batch in batches:
-            with session.compute():
-                total += scalar(session.loss(session.output(batch.inputs), batch.targets))
+            total += scalar(session.loss_sum(batch))
             count += batch.count
     return (total / count if count else math.nan), count

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from thrice.errors import ConfigError, Problem
@@ -216,10 +217,10 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-_forward = torch.library.custom_op("thrice::flash_attention", forward, mutates_args=())
+_forward = custom_op("thrice::flash_attention", forward, mutates_args=())
 OPERATOR = torch.ops.thrice.flash_attention.default
 """What a dispatch mode sees of the forward."""
-_backward = torch.library.custom_op("thrice::flash_attention_backward", backward, mutates_args=())
+_backward = custom_op("thrice::flash_attention_backward", backward, mutates_args=())
 _forward.register_fake(lambda query, key, value, *_: _empty_outputs(query, value))
 _backward.register_fake(lambda gradient, query, key, value, *_: (_like(query), _like(key), _like(value)))
 

@@ -8,7 +8,6 @@ dash of its own.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from thrice.compare import Comparison, Summary, differing
 from thrice.curves import Array, Curve, difference, thin
 from thrice.report.comparison import FIGURES, PEAK_BYTES, TOKENS_PER_S, VALIDATION_LOSS, Figure, notes, verdicts
-from thrice.spec.dump import dump, toml
+from thrice.spec.dump import dump
 
 COLOURS = 8
 """Of the palette in the template."""
@@ -77,7 +76,7 @@ def page(comparison: Comparison) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = resources.files("thrice.report").joinpath("compare.html.j2").read_text(encoding="utf-8")
     jobs = [variant.job for variant in comparison.experiment.variants]
-    varied = differing([tomllib.loads(dump(job)) for job in jobs])
+    varied = differing([dump(job) for job in jobs])
     return environment.from_string(template).render(
         name=comparison.experiment.name,
         over=comparison.experiment.over,
@@ -89,7 +88,7 @@ def page(comparison: Comparison) -> str:
         loss=loss_chart(comparison),
         apart=difference_chart(comparison),
         bars=[(figure, bars(figure, comparison.summaries)) for figure in (VALIDATION_LOSS, TOKENS_PER_S, PEAK_BYTES)],
-        varied={key: ["–" if each is None else toml(each) for each in values] for key, values in varied.items()},
+        varied={key: ["–" if each is None else each for each in values] for key, values in varied.items()},
         job=dump(jobs[0]),
         machine=comparison.machine,
         notes=list(notes(comparison)),

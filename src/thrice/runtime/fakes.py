@@ -31,7 +31,7 @@ def faked(model: nn.Module) -> Iterator[None]:
                         own[name] = stand_ins.setdefault(id(tensor), _like(tensor))
                         stack.callback(own.__setitem__, name, tensor)
             patched = module.__dict__.get("forward")
-            stack.callback(_restore_forward, module, patched)
+            stack.callback(restore_forward, module, patched)
         yield
 
 
@@ -45,7 +45,8 @@ def _like(tensor: Tensor) -> Tensor:
     return parameter
 
 
-def _restore_forward(module: nn.Module, patched: object) -> None:
+def restore_forward(module: nn.Module, patched: object) -> None:
+    """Gives the module the instance's `forward` it had, or its class's where that was None."""
     module.__dict__.pop("forward", None)
     if patched is not None:
         module.__dict__["forward"] = patched

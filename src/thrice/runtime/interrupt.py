@@ -1,12 +1,14 @@
-"""Signals that ask a run to stop, held back until it is between two steps."""
+"""Signals that ask a run to stop: held back until it is between two steps, or raised at once."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+from thrice.errors import Interrupted
 
 
 @contextmanager
@@ -21,13 +23,30 @@ def noted_signals() -> Iterator[list[int]]:
         with suppress(OSError):  # not print: the handler may run in the midst of one
             os.write(2, b"finishing this step, then saving; Ctrl-C (again) stops at once\n")
 
-    try:
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are the caller's
+    with _handled_by(note):
         yield received
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Interrupted at once, so that a child can be stopped before its parent ends."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(signal.Signals(number).name, 128 + number)
+
+    with _handled_by(stop):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    try:
+        previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are the caller's
+        yield
         return
     try:
-        yield received
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, own in previous.items():
+            signal.signal(number, own)

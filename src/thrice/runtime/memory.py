@@ -31,18 +31,22 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = total_bytes(device)
-    available = re.search(r"MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"))
-    if available:
-        free = int(available[1]) * 1024
+    free = _field_bytes("/proc/meminfo", "MemAvailable") or free
     # a container's own limit
     limit, used = (_read(f"/sys/fs/cgroup/memory.{what}").strip() for what in ("max", "current"))
     if limit.isdecimal() and used.isdecimal():
         free = min(free, int(limit) - int(used))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    taken = re.search(r"VmSize:\s*(\d+) kB", _read("/proc/self/status"))
-    if soft != resource.RLIM_INFINITY and taken:
-        free = min(free, soft - int(taken[1]) * 1024)
+    taken = _field_bytes("/proc/self/status", "VmSize")
+    if soft != resource.RLIM_INFINITY and taken is not None:
+        free = min(free, soft - taken)
     return max(0, free)
+
+
+def _field_bytes(path: str, field: str) -> int | None:
+    """A figure of the system's, in bytes; None where it has none."""
+    found = re.search(rf"{field}:\s*(\d+) kB", _read(path))
+    return int(found[1]) * 1024 if found else None
 
 
 def _read(path: str) -> str:
@@ -68,8 +72,6 @@ def used_of(device: torch.device) -> tuple[int, int]:
     """
     total = total_bytes(device)
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    status = Path("/proc/self/status")
-    if device.type == "cuda" or soft == resource.RLIM_INFINITY or soft >= total or not status.exists():
+    if device.type == "cuda" or soft == resource.RLIM_INFINITY or soft >= total or not _read("/proc/self/status"):
         return peak_bytes(device), total
-    peak = re.search(r"VmPeak:\s*(\d+) kB", status.read_text())
-    return int(peak[1]) * 1024 if peak else peak_bytes(device), soft
+    return _field_bytes("/proc/self/status", "VmPeak") or peak_bytes(device), soft

@@ -66,6 +66,11 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     _optimizer: torch.optim.Optimizer | None = None
 
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """The sum of the loss over a micro-batch's targets, a float32 scalar."""
+        with self.compute():
+            return self.loss(self.output(batch.inputs), batch.targets)
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         assert self._optimizer is not None, "techniques apply before the optimizer is built"

@@ -29,6 +29,18 @@ def dump(job: Job) -> str:
     return "\n".join(top + tables) + "\n"
 
 
+def settings(dumped: str) -> dict[str, str]:
+    """{dotted key: its value as TOML} of what `dump` wrote."""
+    table, flat = "", {}
+    for line in dumped.splitlines():
+        if line.startswith("["):
+            table = line.strip("[]") + "."
+        elif " = " in line:
+            key, _, value = line.partition(" = ")
+            flat[table + key] = value
+    return flat
+
+
 def _lines(table: Any) -> list[str]:
     return [line for field in fields(table) for line in _line(field, getattr(table, field.name))]
 

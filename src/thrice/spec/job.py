@@ -324,9 +324,9 @@ class Job:
             if isinstance(divided, Problem):
                 yield divided
             else:
-                yield from self._check_ramp(*divided)
+                yield from self._check_ramp(divided[0], divided[1])
 
-    def _check_ramp(self, global_batch: int, micro_batch: int, grad_accum_steps: int) -> Iterator[Problem]:
+    def _check_ramp(self, global_batch: int, micro_batch: int) -> Iterator[Problem]:
         start, increment = self.batch_ramp.start, self.batch_ramp.increment or self.batch_ramp.start
         if start is None or increment is None or min(start, increment) < 1:
             return

@@ -8,7 +8,6 @@ too, gradients accumulating in float32, and rounds updates so that small ones ar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +20,7 @@ from thrice.errors import Problem
 from thrice.optim.scaler import LossScaler
 from thrice.optim.stored import Rounding
 from thrice.runtime.session import Session
+from thrice.runtime.stopwatch import seconds
 from thrice.runtime.technique import Arithmetic, Claim, Slot, Stage
 from thrice.spec.job import Job, at_least, positive
 
@@ -143,9 +143,5 @@ def _speed(arithmetic: Arithmetic | None, session: Session) -> str:
 def _product_s(dtype: torch.dtype, device: torch.device) -> float:
     size = 256 if device.type == "cpu" else 4096  # large enough to keep the device busy, small enough not to wait
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    times = []
-    for _ in range(4):  # the first warms up
-        began = time.perf_counter()
-        float((matrix @ matrix)[0, 0])
-        times.append(time.perf_counter() - began)
+    times = [seconds(lambda: matrix @ matrix, device) for _ in range(4)]  # the first warms up
     return min(times[1:])

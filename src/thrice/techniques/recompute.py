@@ -204,8 +204,7 @@ def costs(session: Session, mode: Mode) -> list[Cost | None]:
             patch(block, mode)
             _watched(block.module, tracer, held, index, read=Tracer.live_bytes)
         with tracer:
-            with session.compute():
-                loss = session.loss(session.output(batch.inputs), batch.targets)
+            loss = session.loss_sum(batch)
             forward_flops = list(flops)
             torch.autograd.backward(loss)
     return [

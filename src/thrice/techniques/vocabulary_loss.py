@@ -7,7 +7,6 @@ model then runs without its head: what reaches the head is what the loss takes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from thrice.errors import ConfigError, Problem
 from thrice.model.anatomy import head
 from thrice.model.loss import CHUNK_TOKENS, chunked_cross_entropy_sum
 from thrice.observe.trace import Tracer
-from thrice.runtime.fakes import faked
+from thrice.runtime.fakes import faked, restore_forward
 from thrice.runtime.memory import free_bytes, shown
 from thrice.runtime.session import Session
+from thrice.runtime.stopwatch import seconds
 from thrice.runtime.technique import Claim, Slot, Stage
 from thrice.spec.job import Job, at_least
 
@@ -106,9 +106,7 @@ def _head_as(layer: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        del layer.forward
-        if own is not None:
-            layer.forward = own
+        restore_forward(layer, own)
 
 
 def _input_of_head(session: Session, layer: nn.Linear) -> tuple[torch.Size, torch.dtype]:
@@ -197,9 +195,5 @@ def _fastest_s(
     times: list[list[float]] = [[], []]
     while len(times[0]) < 2 or (len(times[0]) < 5 and sum(map(sum, times)) < 2.0):
         for run, own in zip(runs, times, strict=True):
-            began = time.perf_counter()
-            _forward_backward(session, layer, taken, run)
-            if session.device.type != "cpu":
-                torch.accelerator.synchronize(session.device)
-            own.append(time.perf_counter() - began)
+            own.append(seconds(partial(_forward_backward, session, layer, taken, run), session.device))
     return [min(own) for own in times]
