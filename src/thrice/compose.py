@@ -16,9 +16,11 @@ from thrice.optim.build import build_optimizer
 from thrice.optim.schedules import learning_rate
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Claim
+from thrice.runtime.vector_math import settle_vector_math
 from thrice.spec.job import Job
 from thrice.spec.workload import Ledger
 
+settle_vector_math()  # on import: before a model computes its tables, and outside of fake tensors
 
 def refuse(job: Job) -> Iterator[Problem]:
     """Why this job cannot run, beyond what each field says alone."""
