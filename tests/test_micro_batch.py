@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import thrice.micro_batch
+import thrice.techniques.vocabulary_loss
 from thrice.cli import main
 from thrice.compose import compose
 from thrice.data.load import load_data
@@ -19,6 +20,7 @@ from thrice.observe.rehearse import rehearse
 from thrice.spec.job import BatchRamp, Decoder, Job
 from thrice.techniques.recompute import Recompute
 from thrice.techniques.sync_batchnorm import SyncBatchNorm
+from thrice.techniques.vocabulary_loss import VocabularyLoss
 from thrice.verify import verify
 
 
@@ -127,3 +129,30 @@ def test_a_run_that_goes_on_keeps_what_was_chosen(
     assert load_job(tmp_path / "run" / "job.toml").micro_batch == 2
     assert main(["train", str(file), "--resume", "--max_steps", "3"]) == 0
     assert "micro_batch 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_run_that_goes_on_keeps_its_vocabulary_loss(
+    whole: bool,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    short_sample: None,
+) -> None:
+    timed = [[0.1, 0.9] if whole else [0.9, 0.1]]
+    monkeypatch.setattr(thrice.techniques.vocabulary_loss, "_fastest_s", lambda *_: timed.pop())
+    file = tmp_path / "job.toml"
+    file.write_text(
+        f'data = ["{corpus}"]\nsequence = 32\nglobal_batch = 8\nmax_steps = 2\nrun_dir = "{tmp_path / "run"}"\n'
+        'vocabulary_loss = "auto"\n[decoder]\nlayers = 1\nhidden = 32\nheads = 2\n'
+    )
+    assert main(["train", str(file)]) == 0
+    (kept,) = load_job(tmp_path / "run" / "job.toml").techniques
+    assert kept == VocabularyLoss(mode="whole" if whole else "chunked")
+    capsys.readouterr()
+    assert main(["train", str(file), "--resume", "--max_steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert ("the whole matrix of logits" if whole else "tokens at a time") in out
+    assert "changed vocabulary_loss" not in out
+    assert not timed

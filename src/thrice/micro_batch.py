@@ -22,6 +22,7 @@ from thrice.observe.rehearse import rehearse
 from thrice.runtime import memory
 from thrice.runtime.stopwatch import seconds
 from thrice.spec.job import Job
+from thrice.techniques.vocabulary_loss import VocabularyLoss
 
 FREE_SHARE = 0.85
 """Of the memory that is free now: the rest is for the allocator's rounding, kernels' scratch and the data."""
@@ -34,14 +35,15 @@ LONG_S = 5.0
 def settled(job: Job, *, saved: str | None = None, measure: bool = True, say: Callable[[str], None] = print) -> Job:
     """The job with its `micro_batch` chosen, and says how; the job itself where nothing is open.
 
-    `saved` is the job file of a run that goes on: what was chosen for it stays. Without `measure` nothing real is
+    `saved` is the job file of a run that goes on: what was chosen for it stays, the vocabulary loss's `auto` (which
+    is chosen when the job is composed) included. Without `measure` nothing real is
     run, and the largest that fits is taken. Raises ConfigError where no candidate is legal, Infeasible where not
     even the smallest fits.
     """
+    if saved is not None:
+        job = _as_saved(job, load_job(saved))
     if job.micro_batch != "auto":
         return job
-    if saved is not None:
-        return replace(job, micro_batch=load_job(saved).ledger().micro_batch)
     jobs = [replace(job, micro_batch=size) for size in candidates(job)]
     legal = [one for one in jobs if not any(refuse(one))]
     if not legal:
@@ -56,6 +58,16 @@ def settled(job: Job, *, saved: str | None = None, measure: bool = True, say: Ca
     more = f"; {legal[len(fitting)].micro_batch} would not fit" if len(fitting) < len(legal) else ""
     say(f"micro_batch auto: {chosen.micro_batch}, {how}{more} ({memory.shown(free_bytes)} are free)")
     return chosen
+
+
+def _as_saved(job: Job, saved: Job) -> Job:
+    chosen = {part.name: part for part in saved.techniques if isinstance(part, VocabularyLoss)}
+    is_open = {part.name for part in job.techniques if isinstance(part, VocabularyLoss) and part.mode == "auto"}
+    return replace(
+        job,
+        micro_batch=saved.ledger().micro_batch if job.micro_batch == "auto" else job.micro_batch,
+        techniques=tuple(chosen.get(part.name, part) if part.name in is_open else part for part in job.techniques),
+    )
 
 
 def candidates(job: Job) -> list[int]:

@@ -62,7 +62,7 @@ def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = pri
     if session.progress.step >= job.steps() and (measured := folder.measured()) is not None:
         say(f"resume     the run is finished: {session.progress.step} of {job.steps()} steps, nothing is left to do")
         return Outcome(**measured)
-    with folder.opened(dump(job), rows or 0):
+    with folder.opened(dump(session.job), rows or 0):
         data.tokenizer.save(folder.path)
         for line in describe(session, data, folder):
             say(line)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, final
 
@@ -76,6 +76,10 @@ class VocabularyLoss:
         line = f"logits of {chunk_tokens} tokens at a time"
         if self.mode == "auto":
             whole, why = _whole_is_better(session, layer, taken, chunked)
+            # the run's own file names what was chosen: timed again, a run that goes on might choose otherwise
+            chosen = replace(self, mode="whole", chunk_tokens=None) if whole else replace(self, mode="chunked")
+            others = (chosen if part is self else part for part in session.job.techniques)
+            session.job = replace(session.job, techniques=tuple(others))
             if whole:
                 return why
             line += f"; {why}"
