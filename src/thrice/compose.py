@@ -22,6 +22,7 @@ from thrice.spec.workload import Ledger
 
 settle_vector_math()  # on import: before a model computes its tables, and outside of fake tensors
 
+
 def refuse(job: Job) -> Iterator[Problem]:
     """Why this job cannot run, beyond what each field says alone."""
     owners: dict[str, str] = {}
