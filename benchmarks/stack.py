@@ -6,8 +6,8 @@ speed drifts slows both alike. Peaks are of processes of their own: what the sys
 a step, less what was resident before it, and the tensors that were there. Last, one step of the plain loop and one
 of the best stack are profiled: which share is matrix products, attention, loss, norms, optimizer, copies?
 
-    python benchmarks/stack.py               # 30M and 100M; about 40 minutes on two cores; writes stack.json
-    python benchmarks/stack.py 30M           # one model, nothing is written
+    python benchmarks/stack.py               # 30M and 100M; about 50 minutes on two cores; writes stack.json
+    python benchmarks/stack.py 30M           # one of them: its part of stack.json
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from thrice.techniques.recompute import Recompute
 from thrice.techniques.vocabulary_loss import VocabularyLoss
 
 MODELS = {
-    "30M": (Decoder(layers=10, hidden=384, heads=6, vocabulary=32_000), 512, 8),
-    "100M": (Decoder(layers=12, hidden=768, heads=12, vocabulary=32_000), 512, 4),
+    "30M": (Decoder(layers=10, hidden=384, heads=6, vocabulary=32_000), 512, 4),
+    "100M": (Decoder(layers=12, hidden=768, heads=12, vocabulary=32_000), 512, 2),
 }
 """Name -> (model, tokens per sample, samples per step)."""
 
-PAIRS = 3
+PAIRS = 2
+"""Plain, stack, stack, plain: each gives one ratio."""
 SMALLEST_PEAK = (
     Precision(mode="bf16"),
     Recompute(strategy="full"),
@@ -145,7 +146,6 @@ def time_ratio(model: str, name: str) -> dict[str, object]:
     sides = {"plain": step_of(model, "plain"), "stack": step_of(model, name)}
     for step in sides.values():  # states are made, kernels compiled
         step()
-        step()
     spent: dict[str, list[float]] = {side: [] for side in sides}
     ratios = []
     for pair in range(2 * PAIRS):
@@ -172,13 +172,12 @@ def peak_bytes(model: str, name: str) -> int:
 
 
 def report_peak(model: str, name: str) -> None:
-    """Resident at the most in a third step, less what the process was before it had a model."""
+    """Resident at the most in a second step, less what the process was before it had a model."""
     torch.zeros(1).add_(1)
     gc.collect()
     before = _status("VmRSS")
     step = step_of(model, name)
-    for _ in range(2):
-        step()
+    step()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     step()
@@ -206,7 +205,6 @@ def shares(model: str, name: str) -> dict[str, float]:
     """Share of a step's time by kind of operator, from torch's profiler: its own time, not that of what it calls."""
     step = step_of(model, name)
     step()
-    step()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step()
     found = dict.fromkeys([*KINDS, "other"], 0.0)
@@ -218,6 +216,8 @@ def shares(model: str, name: str) -> dict[str, float]:
 
 
 def measure(model: str) -> dict[str, object]:
+    job = job_for(model, "thrice, no technique")
+    parameters = sum(p.numel() for p in build_model(job, 256, torch.device("cpu")).parameters())
     plain_peak = peak_bytes(model, "plain")
     rows = []
     for name in STACKS:
@@ -228,10 +228,8 @@ def measure(model: str) -> dict[str, object]:
         gc.collect()
     profiles = {name: shares(model, name) for name in ("plain", "thrice, no technique", "vocabulary_loss chunked")}
     print(model, json.dumps(profiles), flush=True)
-    job = job_for(model, "thrice, no technique")
     return {
-        "model": model,
-        "parameters": sum(p.numel() for p in build_model(job, 256, torch.device("meta")).parameters()),
+        "parameters": parameters,
         "tokens_per_step": job.ledger().tokens_per_step,
         "plain_peak_bytes": plain_peak,
         "stacks": rows,
@@ -243,10 +241,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--peak"]:
         report_peak(*sys.argv[2:])
         return
-    results = [measure(model) for model in sys.argv[1:] or MODELS]
-    if not sys.argv[1:]:
-        result = {**described(), "models": results}
-        Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path = Path(__file__).with_suffix(".json")
+    results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for model in sys.argv[1:] or MODELS:
+        results[model] = {**described(), **measure(model)}
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
