@@ -22,6 +22,7 @@ from thrice.model import decoder as decoder_module
 from thrice.optim.scaler import LossScaler
 from thrice.reference import plain_windows
 from thrice.runtime.session import Session
+from thrice.runtime.technique import Technique
 from thrice.spec.job import BatchRamp, Decoder, Job, Optimizer
 from thrice.techniques import recompute as recompute_module
 from thrice.techniques.precision import Precision
@@ -65,7 +66,8 @@ def test_an_honest_job_passes(corpus: Path) -> None:
     assert certificate.first_difference is None
     restored = json.loads(json.dumps(certificate.as_dict()))
     assert restored["ok"] is True
-    assert {row["kind"] for row in restored["rows"]} == {"sample_ids", "loss", "gradient", "grad_norm", "parameter"}
+    kinds = {"sample_ids", "loss", "gradient", "grad_norm", "parameter", "update"}
+    assert {row["kind"] for row in restored["rows"]} == kinds
     parameters = [row for row in restored["rows"] if row["kind"] == "parameter" and row["step"] == 3]
     assert len(parameters) == len(list(compose(job, vocabulary=256).model.parameters()))
 
@@ -250,7 +252,27 @@ def test_one_tensor_frozen(corpus: Path) -> None:
     job = job_for(corpus)
     certificate = verify(job, load_data(job), steps=1, compose=composed_with(fault))
     caught(certificate, "parameter")
-    assert sum(not row.ok for row in certificate.rows) == 1, "and no other tensor is accused"
+    accused = [(row.kind, row.tensor) for row in certificate.rows if not row.ok]
+    assert [kind for kind, _ in accused] == ["parameter", "update"]
+    assert len({tensor for _, tensor in accused}) == 1, "and no other tensor is accused"
+
+
+@pytest.mark.parametrize("precision", [(), (Precision(mode="bf16"),)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_weight_decay_lost(precision: tuple[Technique, ...], steps: int, corpus: Path) -> None:
+    """An embedding of its own has rows without a gradient, and what noise does to those hid everything else."""
+
+    def fault(session: Session) -> None:
+        for group in session.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+
+    job = job_for(corpus, techniques=precision)
+    job = replace(job, decoder=replace(job.decoder, tied=False, vocabulary=300))
+    assert verify(job, load_data(job), steps=steps).ok
+    certificate = verify(job, load_data(job), steps=steps, compose=composed_with(fault))
+    updates = [row for row in certificate.rows if row.kind == "update" and row.step == 1]
+    decayed = {name for name, p in compose(job, vocabulary=256).model.named_parameters() if p.ndim >= 2}
+    assert {row.tensor for row in updates if not row.ok} == decayed
 
 
 def test_one_bit_breaks_a_bitwise_claim(corpus: Path) -> None:

@@ -21,7 +21,8 @@ class Row:
 
     step: int
     kind: str
-    """sample_ids, loss, gradient, grad_norm or parameter."""
+    """sample_ids, loss, gradient, grad_norm, parameter, or update: the parameter that the plain optimizer makes of
+    the job's own gradients."""
     tensor: str = ""
     deviation: float
     floor: float = 0.0
@@ -66,7 +67,7 @@ def judged(rows: Sequence[Row], promised: Claim, draws: Mapping[str, Sequence[fl
     """The rows with what each is allowed.
 
     A single number's floor can be small by luck, so a quantity is held to the larger of its own floor and what is
-    common to its kind: for gradients the median floor of the step; for parameters the largest of
+    common to its kind: for gradients and updates the median floor of the step; for parameters the largest of
     all steps, because AdamW turns a gradient near zero into a step of either sign, a lottery that any tensor can
     draw in any step; for the
     loss and the norm, of which each step has but one, the largest over all steps and the median of `draws`, the
@@ -81,12 +82,14 @@ def judged(rows: Sequence[Row], promised: Claim, draws: Mapping[str, Sequence[fl
 
 
 def _pool(row: Row) -> tuple[int, str]:
-    return (row.step if row.kind == "gradient" else 0, row.kind)
+    return (row.step if row.kind in ("gradient", "update") else 0, row.kind)
 
 
 def _common(kind: str, floors: Sequence[float], draws: Mapping[str, Sequence[float]]) -> float:
     if kind == "gradient":
         return median(floors)
+    if kind == "update":
+        return max(median(floors), torch.finfo(torch.float32).eps)
     if kind == "parameter":
         return max(floors)
     return max(*floors, torch.finfo(torch.float32).eps, median(draws.get(kind) or [0.0]))

@@ -84,6 +84,26 @@ class Reference:
         gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         if jittered_by is not None:
             _jitter(named, jittered_by.gradients)
+        return Observed(
+            loss=loss / count,
+            grad_norm=norm.item(),
+            gradients=gradients,
+            parameters=self._update(sum(len(batch.sample_ids) for batch in window)),
+            sample_losses=torch.cat(sample_losses),
+        )
+
+    def replay(self, gradients: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
+        """The parameters after an update with gradients that others have found, over so many samples.
+
+        A parameter's path hangs on single gradients near zero, of which AdamW makes steps of either sign; on the same
+        gradients there is no such chance, and an update is right to the last digits or wrong.
+        """
+        for name, parameter in self.model.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.dtype)
+        return self._update(samples)
+
+    def _update(self, samples: int) -> dict[str, Tensor]:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_at(self.steps, self.samples)
         self.optimizer.step()
@@ -91,14 +111,8 @@ class Reference:
         if self.states is not None:
             self._round_states()
         self.steps += 1
-        self.samples += sum(len(batch.sample_ids) for batch in window)
-        return Observed(
-            loss=loss / count,
-            grad_norm=norm.item(),
-            gradients=gradients,
-            parameters={n: p.detach() for n, p in named.items()},
-            sample_losses=torch.cat(sample_losses),
-        )
+        self.samples += samples
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _round_states(self) -> None:
         for state in self.optimizer.state.values():
@@ -108,10 +122,14 @@ class Reference:
 
 
 def _jitter(named: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
-    """Moves each element of a gradient up or down by the root mean square of its tensor's distance to the other."""
+    """Moves each element of a gradient up or down by the root mean square of its row's distance to the other.
+
+    By row, because the rows of an embedding are of very different sizes, and one whose token did not occur is exact.
+    """
     for name, parameter in named.items():
         if parameter.grad is not None:
-            size = (parameter.grad - others[name]).square().mean().sqrt()
+            apart = (parameter.grad - others[name]).square()
+            size = (apart.mean(-1, keepdim=True) if apart.ndim > 1 else apart.mean()).sqrt()
             signs = torch.randint(0, 2, parameter.shape, device=parameter.device) * 2 - 1
             parameter.grad += size * signs
 

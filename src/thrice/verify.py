@@ -3,7 +3,8 @@
 The job runs as composed, beside a reference that knows no technique: one process, float32, the whole global
 batch at once, plain torch. What may lie between them is what the job's claim promises (BITWISE: nothing), held
 against a noise floor measured in the same run: for ROUNDING the reference in float64 and over the job's
-micro-batches, for LOWER_PRECISION the reference in the job's precision.
+micro-batches, for LOWER_PRECISION the reference in the job's precision. Updates are held against the plain optimizer
+on the job's own gradients as well, where nothing but its arithmetic is between them.
 
 The algorithm is the job's own in both, its optimizer and its batch ramp included: what is proven is that the stack
 computes that algorithm, not that the algorithm is AdamW at a fixed batch.
@@ -77,6 +78,10 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
     subject = Subject(session)
     reference = Reference(job, data.tokenizer.vocabulary, device, Arithmetic())
     floors = [Reference(job, data.tokenizer.vocabulary, device, other) for other in _other_arithmetics(job, promised)]
+    replays = [
+        Reference(job, data.tokenizer.vocabulary, device, other)
+        for other in [Arithmetic(), *_other_storages(job, promised)]
+    ]
     rows: list[Row] = []
     draws: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     samples: list[list[int]] = []
@@ -104,6 +109,8 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
         order = f"{got_ids[:8]} for {expected_ids[:8]}"
         rows.append(Row(step=step, kind="sample_ids", deviation=float(got_ids != expected_ids), where=order))
         rows.extend(_compared(step, got, expected, noise))
+        updated = [replay.replay(got.gradients, len(expected_ids)) for replay in replays]
+        rows.extend(_tensors(step, "update", got.parameters, *updated))
         for other in noise:
             draws["loss"] += _sample_floors(other, expected)
             draws["grad_norm"] += _norm_floors(other, expected)
@@ -141,6 +148,15 @@ def _other_arithmetics(job: Job, promised: Claim) -> list[Arithmetic]:
     return [wide, low] if in_float32 else [low]
 
 
+def _other_storages(job: Job, promised: Claim) -> list[Arithmetic]:
+    """Those in which the optimizer runs once more on the job's own gradients: how it was computed is of no account."""
+    if promised is Claim.BITWISE:
+        return []
+    low = arithmetic(job)
+    kept = [Arithmetic(stored=low.stored, states=low.states)]
+    return kept if low.stored is not torch.float32 else [Arithmetic(stored=torch.float64), *kept]
+
+
 def arithmetic(job: Job) -> Arithmetic:
     """The low precision of the whole job: each technique says what of it is its own."""
     parts = [part for technique in job.techniques if (part := technique.arithmetic()) is not None]
@@ -164,16 +180,20 @@ def _compared(step: int, got: Observed, expected: Observed, noise: list[Observed
             where=f"{value!r} for {right!r}",
         )
     for kind in ("gradient", "parameter"):
-        ours, plain, *others = (getattr(side, f"{kind}s") for side in (got, expected, *noise))
-        for name in plain | ours:
-            if name not in ours or name not in plain:
-                missing = "the job" if name not in ours else "the reference"
-                where = f"{missing} has no such {kind}"
-                yield Row(step=step, kind=kind, tensor=name, deviation=math.inf, where=where)
-                continue
-            deviation, where = _deviation(ours[name], plain[name])
-            floor = max((_deviation(other[name], plain[name])[0] for other in others), default=0.0)
-            yield Row(step=step, kind=kind, tensor=name, deviation=deviation, floor=floor, where=where)
+        yield from _tensors(step, kind, *(getattr(side, f"{kind}s") for side in (got, expected, *noise)))
+
+
+def _tensors(
+    step: int, kind: str, ours: dict[str, Tensor], plain: dict[str, Tensor], *others: dict[str, Tensor]
+) -> Iterator[Row]:
+    for name in plain | ours:
+        if name not in ours or name not in plain:
+            missing = "the job" if name not in ours else "the reference"
+            yield Row(step=step, kind=kind, tensor=name, deviation=math.inf, where=f"{missing} has no such {kind}")
+            continue
+        deviation, where = _deviation(ours[name], plain[name])
+        floor = max((_deviation(other[name], plain[name])[0] for other in others), default=0.0)
+        yield Row(step=step, kind=kind, tensor=name, deviation=deviation, floor=floor, where=where)
 
 
 def _sample_floors(other: Observed, expected: Observed) -> list[float]:
