@@ -20,6 +20,9 @@ from thrice.runtime.vector_math import settle_vector_math
 from thrice.spec.job import Job
 from thrice.spec.workload import Ledger
 
+COMPOSED = "_thrice_composed"
+"""Attribute of a model: the techniques that were applied to it. A copy of the model has their patches, and it too."""
+
 settle_vector_math()  # on import: before a model computes its tables, and outside of fake tensors
 
 
@@ -59,12 +62,13 @@ def compose(
 ) -> Session:
     """The session of a job: model, techniques in the order of their stages, optimizer.
 
-    `vocabulary` is the tokenizer's size. `device` is the first accelerator, or the CPU where there is none. A
-    `model` of the caller's takes the place of the one that the job describes; its parameters stay where they
-    are. Raises ConfigError with every refusal at once.
+    `vocabulary` is the tokenizer's size, and the model that the job describes has a row for each. `device` is the
+    first accelerator, or the CPU where there is none. A `model` of the caller's takes the place of the job's; its
+    parameters stay where they are, and it is not held against `vocabulary`. Raises ConfigError with every refusal at
+    once; a model that techniques were applied to before is refused, for what they changed in it stays.
     """
     ledger = job.ledger()
-    problems = list(refuse(job))
+    problems = [*refuse(job), *(() if model is None else _composed_before(model))]
     if problems:
         raise ConfigError(problems)
     device = device or default_device()
@@ -82,6 +86,7 @@ def compose(
     )
     for technique in sorted(job.techniques, key=lambda technique: technique.stage):
         session.applied[technique.name] = technique.apply(session)
+        setattr(model, COMPOSED, ", ".join(session.applied))
     optimizer = build_optimizer(
         model,
         job.optimizer,
@@ -95,6 +100,19 @@ def compose(
         session.in_backward.attach(model, optimizer)
     session.optimizer = optimizer
     return session
+
+
+def _composed_before(model: nn.Module) -> Iterator[Problem]:
+    for name, module in model.named_modules():
+        before = vars(module).get(COMPOSED)
+        if before is not None:
+            yield Problem(
+                key="model",
+                value=type(model).__name__,
+                why=f"{f'its part {name}' if name else 'it'} was composed before, with {before}, whose changes to its "
+                "modules would run on",
+                fix="build the model again, and load_state_dict() the weights of this one",
+            )
 
 
 def _example(ledger: Ledger, device: torch.device) -> Batch:

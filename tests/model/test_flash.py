@@ -236,3 +236,58 @@ def test_it_is_a_lawful_operator():
     q, k, v, _ = inputs(kv_heads=2)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     torch.library.opcheck(torch.ops.thrice.flash_attention, (*leaves, None, True, 0.3, 12))
+
+
+@pytest.mark.parametrize("block", [0, -1])
+def test_a_block_of_nothing_is_refused(block):
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match=f"block = {block}: a block has at least 1 query"):
+        flash_attention(q, k, v, block=block)
+
+
+@pytest.mark.parametrize("empty", ["samples", "queries", "keys"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty_sizes_are_taken_as_by_torch(empty, causal):
+    samples, queries, keys = (0 if empty == name else 5 for name in ("samples", "queries", "keys"))
+    q, k, v = (torch.ones(samples, 4, length, 8) for length in (queries, keys, keys))
+    got, expected = (
+        run(attention, q, k, v, torch.ones(q.shape), is_causal=causal)
+        for attention in (KERNELS["flash"], F.scaled_dot_product_attention)
+    )
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"attn_mask": torch.ones(37, 37).long()}, "attn_mask is int64: it has to be bool"),
+        ({"attn_mask": torch.ones(37, 37).double()}, "attn_mask is float64"),
+        ({"attn_mask": torch.ones(37).bool()}, r"attn_mask \[37\] does not fit scores \[2, 4, 37, 37\]"),
+        ({"attn_mask": torch.ones(36, 37).bool()}, r"attn_mask \[36, 37\] does not fit"),
+        ({"attn_mask": torch.ones(3, 1, 37, 37).bool()}, r"attn_mask \[3, 1, 37, 37\] does not fit"),
+        ({"dropout_p": -0.1}, "dropout_p = -0.1 is no probability"),
+        ({"dropout_p": 1.5}, "dropout_p = 1.5 is no probability"),
+    ],
+)
+def test_what_torch_refuses_is_refused(options, why):
+    q, k, _, _ = inputs()
+    with pytest.raises((RuntimeError, IndexError)):
+        F.scaled_dot_product_attention(q, k, k, **options)
+    with pytest.raises(ValueError, match=why):
+        flash_attention(q, k, k, **options)
+
+
+def test_dtypes_that_differ_are_refused():
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match="query, key and value are float32, bfloat16, float32"):
+        flash_attention(q, k.bfloat16(), v)
+    with pytest.raises(ValueError, match="are int64, int64, int64"):
+        flash_attention(q.long(), k.long(), v.long())
+
+
+def test_a_second_derivative_is_refused_by_name():
+    q, k, v, _ = inputs()
+    (gradient,) = torch.autograd.grad(flash_attention(q.requires_grad_(), k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*eager"):
+        gradient.square().sum().backward()

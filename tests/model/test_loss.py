@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from thrice.errors import ConfigError
 from thrice.model.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from thrice.observe.trace import Tracer
 
@@ -203,3 +204,8 @@ def test_the_logits_are_never_whole():
     logits_bytes = 4 * 512 * 4096
     assert peaks[0] > 2 * logits_bytes
     assert peaks[1] < logits_bytes / 4
+
+
+def test_a_model_that_returns_no_tensor_is_told_so():
+    with pytest.raises(ConfigError, match=r"model: it returns a tuple, and the loss takes its logits"):
+        cross_entropy_sum((torch.zeros(1, 2, 3), None), torch.zeros(1, 2, dtype=torch.int64))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from thrice.observe.trace import Tracer
+from thrice.optim.lamb import Lamb
+from thrice.optim.lars import Lars
 from thrice.optim.stored import StoredAdamW, StoredSGD, round_stochastically
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -187,3 +191,56 @@ def test_one_float32_copy_lives_at_a_time(name, rounding):
     above = tracer.trace().peak_bytes - before
     # one parameter's float32 copy, its noise and bits; a whole model's copy would be 16 of these
     assert 4 * size <= above <= 4 * 4 * size
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (Lamb, {"states": "fp32"}),
+        (StoredAdamW, {"states": "8-bit"}),
+        (Lamb, {"rounding": "up"}),
+        (Lamb, {"lr": -1.0}),
+        (Lamb, {"lr": math.nan}),
+        (StoredSGD, {"lr": math.inf}),
+        (Lamb, {"betas": (1.5, 0.9)}),
+        (StoredAdamW, {"betas": (0.9, -0.1)}),
+        (Lamb, {"eps": -1.0}),
+        (StoredSGD, {"weight_decay": -1.0}),
+        (Lars, {"momentum": 2.0}),
+        (Lars, {"trust_coefficient": -1.0}),
+    ],
+)
+def test_a_setting_out_of_its_range_is_an_error(kind, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name} = {value!r} is")):
+        kind(parameters(), **{"lr": 1e-3, **wrong})
+
+
+def test_a_groups_own_setting_is_held_to_the_range_too():
+    optimizer = StoredSGD(parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match=r"momentum = 1\.0 is out of range.*below 1"):
+        optimizer.add_param_group({"params": parameters(), "momentum": 1.0})
+    assert len(optimizer.param_groups) == 1
+
+
+WAYS = [{}, {"states": "bf16"}, {"states": "8bit"}, {"rounding": "compensated"}]
+
+
+@pytest.mark.parametrize("loaded", WAYS, ids=str)
+@pytest.mark.parametrize("saved", WAYS, ids=str)
+def test_a_state_stored_in_another_way_is_refused(saved, loaded):
+    def matrix():
+        return [nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)), nn.Parameter(torch.ones(3))]
+
+    first, second = (StoredAdamW(matrix(), **ADAMW, **way) for way in (saved, loaded))
+    run(first, 1)
+    if saved == loaded:
+        second.load_state_dict(first.state_dict())
+        return
+    before = second.param_groups[0]["params"][0].detach().clone()
+    with pytest.raises(
+        ValueError, match=r"the saved state of parameter 0 is .*exp_avg.*; this optimizer, with states = "
+    ):
+        second.load_state_dict(first.state_dict())
+    assert not second.state
+    assert torch.equal(second.param_groups[0]["params"][0], before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +51,23 @@ def test_without_a_compiler_it_says_so_and_trains(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CXX", "no-such-compiler")
     session = compose(layers(2, COMPILED), vocabulary=VOCABULARY)
     assert "no C++ compiler 'no-such-compiler' was found" in session.applied["compile"]
+    assert "CXX" in session.applied["compile"]
+    assert train_step(session, window(9, 7)).taken
+
+
+@pytest.mark.parametrize(
+    ("script", "said"), [("exit 1", "exit status 1"), ("echo no headers here >&2; exit 1", "no headers here")]
+)
+def test_with_a_compiler_that_does_not_work_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, said: str
+) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    session = compose(layers(2, COMPILED), vocabulary=VOCABULARY)
+    assert f"the C++ compiler '{compiler}' cannot build a library: " in session.applied["compile"]
+    assert said in session.applied["compile"]
     assert "CXX" in session.applied["compile"]
     assert train_step(session, window(9, 7)).taken
 

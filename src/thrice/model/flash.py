@@ -26,7 +26,7 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from thrice.errors import ConfigError, Problem
-from thrice.model.attention import as_autocast
+from thrice.model.attention import as_autocast, eager_attention
 
 BLOCK = 256
 """Queries and keys in a block; of 64 to 1024 none was clearly faster on a CPU, and its scores are 256 KiB a head."""
@@ -48,8 +48,12 @@ def flash_attention(
 
     query (..., H, T, C), key (..., K, S, C), value (..., K, S, D) -> (..., H, T, D) in the queries' dtype. A row
     whose every key is masked is 0. Raises ConfigError for dropout and for a mask that needs a gradient: both have to
-    be kept for backward as large as the score matrix.
+    be kept for backward as large as the score matrix; ValueError for what torch refuses too.
     """
+    if block < 1:
+        raise ValueError(f"block = {block}: a block has at least 1 query and 1 key; the default is {BLOCK}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p = {dropout_p} is no probability: it has to be within 0 and 1")
     if dropout_p > 0:
         why = (
             f"the model drops attention probabilities (dropout_p = {dropout_p:g}), and which ones would have to be kept"
@@ -61,8 +65,11 @@ def flash_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal and attn_mask exclude each other: the mask has to say what is causal")
     query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
-    shapes = query.shape[:-3], key.shape[:-3], value.shape[:-3]
-    leading: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    _check(query, key, value, attn_mask)
+    if not (query.numel() and key.numel() and value.numel()):
+        # nothing to cut into blocks, and no matrix to avoid
+        return eager_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    leading = _leading(query, key, value)
     heads = query.shape[-3] if query.ndim > 2 else 1
     q, k, v = (_four(tensor, leading, heads, enable_gqa) for tensor in (query, key, value))
     mask = None if attn_mask is None else _four_mask(attn_mask, leading)
@@ -71,6 +78,39 @@ def flash_attention(
     if query.ndim == 4:
         return out_BHTD
     return out_BHTD.reshape(*leading, *query.shape[-3:-1], value.shape[-1])
+
+
+def _leading(*tensors: Tensor) -> torch.Size:
+    """The dimensions before heads, broadcast."""
+    leading: torch.Size = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))  # type: ignore[no-untyped-call]
+    return leading
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """Dtypes and the mask's shape: what differs there would be computed as something else, or fail far inside."""
+    dtypes = [tensor.dtype for tensor in (query, key, value)]
+    if len(set(dtypes)) != 1 or not query.is_floating_point():
+        shown = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"query, key and value are {shown}: they have to be of one floating dtype; convert them with .to"
+        )
+    if mask is None:
+        return
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise ValueError(
+            f"attn_mask is {str(mask.dtype).removeprefix('torch.')}: it has to be bool (True is seen), or what is "
+            "added to the scores, in float32 or the queries' dtype"
+        )
+    scores = torch.Size((*_leading(query, key, value), *query.shape[-3:-1], key.shape[-2]))
+    # an aligned size is 1 or the scores' own
+    fits = 2 <= mask.ndim <= len(scores) and all(
+        size in (1, own) for size, own in zip(mask.shape[::-1], scores[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask {list(mask.shape)} does not fit scores {list(scores)} (..., heads, queries, keys): it needs "
+            "their sizes, or 1, in at least the last two"
+        )
 
 
 def _refusal(why: str, what: str) -> ConfigError:
@@ -236,7 +276,15 @@ def _differentiate(ctx: Any, gradient: Tensor, *_: object) -> tuple[Tensor | Non
     return *gradients, None, None, None, None
 
 
+def _no_second_derivative(ctx: Any, *gradients: object) -> Any:
+    raise NotImplementedError(
+        "flash attention has no second derivative (create_graph=True, then backward through the gradient); use "
+        'attention = "eager", or thrice.model.attention.eager_attention'
+    )
+
+
 _forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_no_second_derivative)
 
 
 def _scores_computed(query: Tensor, key: Tensor, causal: bool, block: int) -> int:

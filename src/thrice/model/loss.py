@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from thrice.data.batches import IGNORE
+from thrice.errors import ConfigError, Problem
 
 CHUNK_TOKENS = 256
 """Tokens whose logits exist at once; of 64 to 512 the fastest on a CPU at 32,000 classes."""
@@ -21,8 +22,19 @@ CHUNK_TOKENS = 256
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Σ of -log p(target) over the targets that are not -100, in nats; a float32 scalar.
 
-    The softmax is in float32 whatever the logits' dtype. Targets that are all ignored give 0, never NaN.
+    The softmax is in float32 whatever the logits' dtype. Targets that are all ignored give 0, never NaN. Raises
+    ConfigError for what is no tensor: a model of the caller's may return a tuple, or an object that holds logits.
     """
+    if not isinstance(logits_BTV, Tensor):
+        raise ConfigError(
+            [
+                Problem(
+                    key="model",
+                    why=f"it returns a {type(logits_BTV).__name__}, and the loss takes its logits, one tensor",
+                    fix="wrap it in a module whose forward returns the logits alone",
+                )
+            ]
+        )
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
 
 

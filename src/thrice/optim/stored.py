@@ -14,8 +14,9 @@ elements 10¹³ times below the largest of their block instead of 10⁷.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -29,6 +30,12 @@ from thrice.spec.seed import key
 
 Rounding = Literal["stochastic", "compensated"]
 StateFormat = Literal["bf16", "8bit"]
+
+BELOW = {
+    "lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "trust_coefficient": math.inf,
+    "momentum": 1.0, "betas": 1.0,
+}  # fmt: skip
+"""What a setting, or each of its values, has to be below; none may be negative."""
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
 """Every state that can be stored in fewer bits, by torch's names, and whether it has a sign."""
@@ -102,6 +109,8 @@ class Stored(Optimizer):
     `states` is how states are stored between updates (None: as they are updated), `rounding` how a bfloat16
     parameter is written back (None: to the nearest). `seed` is stochastic rounding's, whose noise depends on it,
     the parameter's name and its step alone. Parameters given as (name, parameter) have names; others are numbered.
+
+    Raises ValueError for a setting out of its range, as torch's optimizers do.
     """
 
     def __init__(
@@ -113,10 +122,26 @@ class Stored(Optimizer):
         rounding: Rounding | None = None,
         seed: int = 0,
     ) -> None:
+        for name, value, known in (("states", states, StateFormat), ("rounding", rounding, Rounding)):
+            if value is not None and value not in get_args(known):
+                default = "float32" if name == "states" else "to the nearest"
+                allowed = " or ".join(map(repr, get_args(known)))
+                raise ValueError(f"{name} = {value!r} is unknown: it is {allowed}, or None ({default})")
         super().__init__(params, defaults)
         self.states = states
         self.rounding = rounding
         self.seed = seed
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, with settings in their ranges: its own and what it takes from the defaults."""
+        settings = {**self.defaults, **param_group}
+        for name in BELOW.keys() & settings.keys():
+            value, below = settings[name], BELOW[name]
+            # a NaN is not within, though neither below nor above
+            if not all(0 <= one < below for one in (value if name == "betas" else [value])):
+                limit = "finite" if below == math.inf else f"below {below:g}"
+                raise ValueError(f"{name} = {value!r} is out of range: it has to be at least 0 and {limit}")
+        super().add_param_group(param_group)
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The names of the states that an update reads and writes."""
@@ -176,13 +201,44 @@ class Stored(Optimizer):
         if self.rounding == "compensated":
             state["compensation"].copy_(wide.sub_(parameter))
 
+    def _dtypes(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
+        """What a state of the parameter consists of, its step aside."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        like = torch.empty_like(parameter, dtype=wide, device="meta")
+        parts = {key: kept for moment in self.moments(group) for key, kept in store(moment, like, self.states).items()}
+        if self.rounding == "compensated":
+            parts["compensation"] = parameter
+        return {key: part.dtype for key, part in parts.items()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but that each state keeps its own dtype: torch casts it to the parameter's."""
+        """As torch's, but that each state keeps its own dtype: torch casts it to the parameter's.
+
+        Raises ValueError where a state was stored in another way than this optimizer stores it: its moments would
+        begin again at 0, or stay in the old dtype.
+        """
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):  # torch counts them
+            for index, parameter in zip(saved["params"], group["params"], strict=False):
+                if index not in state_dict["state"]:
+                    continue
+                found = {key: value.dtype for key, value in state_dict["state"][index].items() if key != "step"}
+                expected = self._dtypes(parameter, saved)
+                if found != expected:
+                    raise ValueError(
+                        f"the saved state of parameter {index} is {_shown(found)}; this optimizer, with states = "
+                        f"{self.states!r} and rounding = {self.rounding!r}, keeps {_shown(expected)}: build it as the "
+                        "one that was saved"
+                    )
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
             parameter = parameters[index]
             self.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in state.items()}
+
+
+def _shown(dtypes: dict[str, torch.dtype]) -> str:
+    return (
+        ", ".join(f"{key} in {str(dtype).removeprefix('torch.')}" for key, dtype in sorted(dtypes.items())) or "empty"
+    )
 
 
 class StoredAdamW(Stored):

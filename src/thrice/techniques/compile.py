@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
@@ -70,8 +74,20 @@ def _missing_compiler(device: torch.device) -> str:
         return ""  # Triton brings its own
     # the one that torch's compiler would take; to ask torch itself costs three seconds of imports
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    remedy = "install one that works, or name yours in the environment variable CXX"
     if shutil.which(compiler) is None:
-        return f"no C++ compiler {compiler!r} was found; install one, or name yours in the environment variable CXX"
+        return f"no C++ compiler {compiler!r} was found; {remedy}"
+    # as the compiler of the blocks will be asked: a library against Python's headers, which may be missing too
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("#include <vector>\n#include <Python.h>\n", encoding="utf-8")
+        include = f"-I{sysconfig.get_path('include')}"
+        command = [compiler, include, "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", None) or "").strip()
+            return f"the C++ compiler {compiler!r} cannot build a library: {said or error}; {remedy}"
     return ""
 
 
