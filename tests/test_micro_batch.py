@@ -66,6 +66,17 @@ def test_where_nothing_fits_it_says_how_much_is_wanted(corpus: Path, monkeypatch
     assert "8.301 KiB can be used" in str(caught.value)
 
 
+def test_no_larger_than_the_samples_there_are(corpus: Path) -> None:
+    whole = load_data(job_for(corpus, micro_batch=1)).train
+    batch = 6 * len(whole)
+    job = job_for(corpus, global_batch=batch)
+    largest = max(size for size in candidates(job) if size <= 1.05 * len(whole))
+    assert largest < batch
+    assert settled(job, measure=False, say=lambda line: None).micro_batch == largest
+    uncut = replace(job, techniques=(SyncBatchNorm(enabled=True),))
+    assert settled(uncut, measure=False, say=lambda line: None).micro_batch == batch, "where that is all it can be"
+
+
 def test_a_budget_below_the_minimum_of_a_size_rules_the_size_out(corpus: Path) -> None:
     """recompute.budget_bytes is for one micro-batch: a larger one needs more at least."""
     job = job_for(corpus, techniques=(Recompute(strategy="budget", budget_bytes=1),))
@@ -104,8 +115,12 @@ def test_what_pays(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_refused_at_every_size_is_refused(corpus: Path) -> None:
-    chosen = settled(job_for(corpus, techniques=(SyncBatchNorm(enabled=True),)), measure=False, say=lambda line: None)
-    assert chosen.micro_batch == 12, "the only size that a batch norm allows"
+    lines: list[str] = []
+    whole = job_for(corpus, techniques=(SyncBatchNorm(enabled=True),))
+    assert settled(whole, measure=False, say=lines.append).micro_batch == 12
+    assert "auto: 12, the only one that goes with sync_batchnorm (" in lines[0], "the smaller would fit"
+    with pytest.raises(ConfigError, match="keep one of batch_ramp and sync_batchnorm"):
+        settled(replace(whole, batch_ramp=BatchRamp(start=4, samples=8)), measure=False)
     with pytest.raises(ConfigError):
         compose(job_for(corpus), vocabulary=256)
 

@@ -45,13 +45,21 @@ def settled(job: Job, *, saved: str | None = None, measure: bool = True, say: Ca
     if job.micro_batch != "auto":
         return job
     jobs = [replace(job, micro_batch=size) for size in candidates(job)]
-    legal = [one for one in jobs if not any(refuse(one))]
+    refused = [list(refuse(one)) for one in jobs]
+    legal = [one for one, problems in zip(jobs, refused, strict=True) if not problems]
     if not legal:
-        raise ConfigError(list(refuse(jobs[-1])))
-    vocabulary = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder()).vocabulary
+        raise ConfigError(refused[-1])
+    found = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder())
+    if found.tokens is not None:  # no micro-batch is larger than all the samples there are
+        samples = found.tokens // job.sequence
+        legal = [one for one in legal if one.ledger().micro_batch <= samples] or legal[:1]
+    vocabulary = found.vocabulary
     free_bytes = memory.free_bytes(default_device())
     fitting = _fitting(legal, vocabulary, int(free_bytes * FREE_SHARE))
-    if not measure or len(fitting) == 1:
+    if len(legal) == 1 and any(refused):
+        keys = {problem.key: None for problems in refused for problem in problems}
+        chosen, how = legal[0], f"the only one that goes with {' and '.join(keys)}"
+    elif not measure or len(fitting) == 1:
         chosen, how = fitting[-1], "the largest that fits" if len(fitting) > 1 else "the only one that fits"
     else:
         chosen, how = _fastest(fitting, vocabulary)

@@ -287,6 +287,8 @@ def test_in_backward_there_is_one_part_for_each_parameter_with_the_same_updates(
         ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient", 'name = "lars"'),
         ({"name": "lars", "implementation": "fused"}, "implementation", 'implementation = "auto"'),
         ({"name": "muon", "implementation": "foreach"}, "implementation", 'implementation = "auto"'),
+        ({"name": "sgd", "betas": (0.8, 0.95)}, "betas", "momentum = 0.8"),
+        ({"name": "lars", "eps": 1e-6}, "eps", "leave it out"),
     ],
 )
 def test_combinations_that_make_no_sense_are_problems(wrong, key, fix):

@@ -473,7 +473,8 @@ def some(random: random.Random) -> Job:
     )  # fmt: skip
     name = random.choice(["adamw", "sgd", "lamb", "lars", "muon"])
     optimizer = Optimizer(
-        name=name, betas=(share(), share()), eps=positive(),
+        name=name,
+        **({} if name in ("sgd", "lars") else {"betas": (share(), share()), "eps": positive()}),
         momentum=maybe(share()) if name in ("sgd", "lars", "muon") else None,
         trust_coefficient=maybe(positive()) if name == "lars" else None,
         weight_decay=random.choice([0.0, positive()]), clip=maybe(positive()),
@@ -500,7 +501,8 @@ def some(random: random.Random) -> Job:
     return Job(
         data=tuple(text() for _ in range(random.randrange(1, 4))), tokenizer=text(), sequence=count(),
         last_window=random.choice(["step", "drop"]), lr_scaling=random.choice(["none", "linear", "sqrt"]),
-        base_global_batch=count(), lr=positive(), seed=random.randrange(2**63), run_dir=maybe(text()),
+        base_global_batch=count(), lr=random.choice([0.1, 1.0, 10 ** random.uniform(-200, 0)]),
+        seed=random.randrange(2**63), run_dir=maybe(text()),
         log_every=count(),
         decoder=decoder, optimizer=optimizer,
         schedule=Schedule(

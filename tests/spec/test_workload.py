@@ -150,6 +150,36 @@ def test_what_contradicts_is_said_with_its_numbers(changes: dict[str, object], k
     assert any(words in problem.why for problem in problems), problems
 
 
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"micro_batch": 4, "batch_ramp": BatchRamp(start=3, samples=8)}, "batch_ramp.start = 4, or micro_batch = 1 "),
+        ({"micro_batch": 4, "batch_ramp": BatchRamp(start=4, increment=2, samples=8)}, "increment = 4, or micro_batch"),
+        ({"batch_ramp": BatchRamp(start=4, samples=8)}, "micro_batch = 4 "),  # one micro-batch: none is smaller
+        ({"micro_batch": 4, "batch_ramp": BatchRamp(start=8, samples=8)}, "global_batch = 16"),
+    ],
+)
+def test_a_ramp_that_does_not_fit_has_one_remedy_and_not_a_circle(changes: dict[str, object], fix: str) -> None:
+    (problem,) = Job(**{"global_batch": 8, "max_steps": 1, **changes}).check()
+    assert fix in problem.fix
+    assert problem.fix.startswith((fix, "batch_ramp.increment"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "peak"),
+    [
+        ({"lr": 1e300}, "1e+300"),
+        ({"lr": 1e38, "lr_scaling": "linear", "base_global_batch": 1}, "6.4e+39 by linear lr_scaling"),
+        ({"lr": 1e308, "lr_scaling": "linear", "base_global_batch": 1}, "inf"),
+        ({"lr": 5e-324, "lr_scaling": "sqrt", "base_global_batch": 10**6}, "is 0 by sqrt"),
+    ],
+)
+def test_a_peak_that_no_weight_can_move_by_is_refused(changes: dict[str, object], peak: str) -> None:
+    (problem,) = Job(**{"global_batch": 64, "max_steps": 1, **changes}).check()
+    assert (problem.key, problem.value) == ("lr", changes["lr"])
+    assert peak in problem.why
+
+
 def test_max_tokens_counts_the_samples_of_a_ramp() -> None:
     ramp = BatchRamp(start=16, samples=10**6)
     job = Job(global_batch=64, micro_batch=8, sequence=10, max_tokens=16 * 10 * 31 + 1, batch_ramp=ramp)

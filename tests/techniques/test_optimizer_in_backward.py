@@ -15,7 +15,7 @@ from thrice import checkpoint
 from thrice.compose import compose, refuse
 from thrice.errors import ConfigError, Diverged, Spoilt
 from thrice.observe.trace import GRADIENTS, Tracer
-from thrice.spec.job import Decoder, Optimizer
+from thrice.spec.job import BatchRamp, Decoder, Optimizer
 from thrice.step import train_step
 from thrice.techniques.optimizer_in_backward import OptimizerInBackward
 from thrice.techniques.optimizer_states import OptimizerStates
@@ -83,6 +83,7 @@ def test_every_parameter_is_updated_once_a_step() -> None:
     [
         ({"optimizer": Optimizer(clip=1.0)}, "optimizer.clip", "norm of the whole gradient before the first update"),
         ({"micro_batch": 1}, "optimizer_in_backward", "4 micro-batches add up to one gradient"),
+        ({"micro_batch": 1, "batch_ramp": BatchRamp(start=1, samples=8)}, "batch_ramp.start", "every step to be one"),
         ({"techniques": (ON, Precision(mode="fp16"))}, "optimizer_in_backward", "skips the whole step"),
     ],
 )

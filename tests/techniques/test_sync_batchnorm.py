@@ -7,6 +7,7 @@ from torch import nn
 
 from plain import SEQUENCE, VOCABULARY, job, same, session, state, window
 from thrice.compose import compose, refuse
+from thrice.spec.job import BatchRamp
 from thrice.step import train_step
 from thrice.techniques.sync_batchnorm import SyncBatchNorm
 
@@ -43,6 +44,12 @@ def test_a_batch_that_is_cut_is_refused_with_its_numbers() -> None:
     assert "its own 1 samples" in problem.why.replace("their own", "its own")
     assert problem.fix.startswith("micro_batch = 4")
     assert not list(refuse(job(micro_batch=1, techniques=(SyncBatchNorm(),))))
+
+
+def test_a_batch_that_grows_is_always_cut_and_no_size_is_offered() -> None:
+    (problem,) = refuse(job(micro_batch=2, batch_ramp=BatchRamp(start=2, samples=8), techniques=(ON,)))
+    assert (problem.key, problem.value) == ("batch_ramp.start", 2)
+    assert problem.fix == "keep one of batch_ramp and sync_batchnorm"
 
 
 def test_a_model_without_batch_norm_is_told_so() -> None:

@@ -44,7 +44,8 @@ def blocks(model: nn.Module) -> tuple[Block, ...]:
                     value=type(model).__name__,
                     why="no repeated blocks were found in it: no ModuleList or Sequential whose children share "
                     "a class and hold parameters",
-                    fix="keep the repeated layers in one nn.ModuleList, or leave out what works by block (recompute)",
+                    fix="keep the repeated layers in one nn.ModuleList, or leave out whichever of recompute, compile "
+                    "and the optimizer muon is asked for: they work by block",
                 )
             ]
         )

@@ -30,6 +30,9 @@ def within(low: float, high: float, **values: float | None) -> Iterator[Problem]
             yield Problem(key=key, value=value, why=f"it must be at least {low:g} and below {high:g}")
 
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+
 def positive(**values: float | None) -> Iterator[Problem]:
     for key, value in values.items():
         if value is not None and not (0 < value < float("inf")):
@@ -95,6 +98,7 @@ class Optimizer:
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW and LAMB, and of the AdamW beside Muon."""
     eps: float = 1e-8
+    """Of the same; added to the root of the second moment."""
     momentum: float | None = None
     """SGD's and LARS's, 0.9 where not given; Muon's, 0.95 where not given."""
     trust_coefficient: float | None = None
@@ -120,6 +124,19 @@ class Optimizer:
                 why=f"{self.name} has none; its decay rates are betas",
                 fix=f"leave it out, or betas = [{self.momentum:g}, {self.betas[1]:g}]",
             )
+        if self.name in ("sgd", "lars"):
+            # a value that is the default cannot be told from none, and a run's job.toml says every field
+            for key, value, default, instead in (
+                ("betas", self.betas, Optimizer.betas, f", or momentum = {self.betas[0]:g}"),
+                ("eps", self.eps, Optimizer.eps, ""),
+            ):
+                if value != default:
+                    yield Problem(
+                        key=key,
+                        value=value,
+                        why=f"it belongs to adamw, lamb and muon, and the optimizer is {self.name}",
+                        fix=f"leave it out{instead}",
+                    )
         if self.trust_coefficient is not None and self.name != "lars":
             yield Problem(
                 key="trust_coefficient",
@@ -324,23 +341,43 @@ class Job:
             if isinstance(divided, Problem):
                 yield divided
             else:
+                yield from self._check_peak(divided[0])
                 yield from self._check_ramp(divided[0], divided[1])
+
+    def _check_peak(self, global_batch: int) -> Iterator[Problem]:
+        if not 0 < self.lr < math.inf or (self.base_global_batch is not None and self.base_global_batch < 1):
+            return
+        peak = self.peak_lr(global_batch)
+        if not 0 < peak <= FLOAT32_MAX:
+            scaled = self.lr_scaling != "none" and self.base_global_batch is not None
+            by = f" by {self.lr_scaling} lr_scaling from base_global_batch {self.base_global_batch}" if scaled else ""
+            yield Problem(
+                key="lr",
+                value=self.lr,
+                why=f"the peak at global_batch {global_batch} is {peak:g}{by}, no float32 weight can move by that",
+                fix=f"lr = {Job.lr:g} is usual",
+            )
 
     def _check_ramp(self, global_batch: int, micro_batch: int) -> Iterator[Problem]:
         start, increment = self.batch_ramp.start, self.batch_ramp.increment or self.batch_ramp.start
         if start is None or increment is None or min(start, increment) < 1:
             return
         unit = self.processes * (1 if self.micro_batch == "auto" else micro_batch)
-        for key, value in (("batch_ramp.start", start), ("batch_ramp.increment", increment)):
-            if value % unit:
+        uneven = False
+        for key, value in (("batch_ramp.start", start), ("batch_ramp.increment", self.batch_ramp.increment)):
+            if value is not None and value % unit:
+                uneven = True
+                above = -(-value // unit) * unit
+                whole = f"{key} = {above}, or " if above < global_batch else ""  # no ramp begins at its end
+                smaller = math.gcd(global_batch, start, increment) // self.processes
                 yield Problem(
                     key=key,
                     value=value,
                     why=f"the batch grows in whole micro-batches, of micro_batch {micro_batch} × data_parallel "
                     f"{self.processes} = {unit} samples",
-                    fix=f"{key} = {-(-value // unit) * unit}, or a smaller micro_batch",
+                    fix=f"{whole}micro_batch = {smaller} (global_batch = {global_batch}, no grad_accum_steps)",
                 )
-        if start >= global_batch or (global_batch - start) % increment:
+        if not uneven and (start >= global_batch or (global_batch - start) % increment):
             yield Problem(
                 key="batch_ramp.start",
                 value=start,

@@ -48,7 +48,15 @@ class OptimizerInBackward:
                 fix='optimizer.clip = "none", or leave optimizer_in_backward out',
             )
         ledger = job.ledger()
-        if ledger.grad_accum_steps > 1:
+        if ledger.ramp is not None:
+            yield Problem(
+                key="batch_ramp.start",
+                value=ledger.ramp.start,
+                why="a batch that grows in whole micro-batches is two of them at least in the end, and "
+                "optimizer_in_backward needs every step to be one",
+                fix="keep one of batch_ramp and optimizer_in_backward",
+            )
+        elif ledger.grad_accum_steps > 1:
             yield Problem(
                 key="optimizer_in_backward",
                 value=True,

@@ -35,8 +35,18 @@ class SyncBatchNorm:
         return iter(())
 
     def refuse(self, job: Job) -> Iterator[Problem]:
+        if not self.enabled:
+            return
         ledger = job.ledger()
-        if self.enabled and ledger.grad_accum_steps > 1:
+        if ledger.ramp is not None:
+            yield Problem(
+                key="batch_ramp.start",
+                value=ledger.ramp.start,
+                why="a batch that grows in whole micro-batches is two of them at least in the end, and a batch norm "
+                "over the whole batch needs every step to be one",
+                fix="keep one of batch_ramp and sync_batchnorm",
+            )
+        elif ledger.grad_accum_steps > 1:
             yield Problem(
                 key="sync_batchnorm",
                 value=True,
