@@ -26,7 +26,7 @@ from thrice.data.load import load_data
 from thrice.errors import DataError, Diverged, Interrupted, UsageError
 from thrice.job_file import load_job
 from thrice.runtime import store
-from thrice.spec.job import Checkpoint, Evaluation, Schedule
+from thrice.spec.job import BatchRamp, Checkpoint, Evaluation, Schedule
 from thrice.techniques.precision import Precision
 from thrice.train import remarks
 
@@ -432,3 +432,39 @@ def test_what_is_perhaps_not_meant_is_said(corpus: Path, tmp_path: Path) -> None
     assert ["warmup_steps 20" in line for line in remarks(long, 1000)] == [True]
     assert ["3 samples" in line for line in remarks(job, 3)] == [True]
     assert any("warmup_steps 20" in line for line in run(long))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": Schedule(warmup_samples=337)}, "warmup_samples 337 is as long as the run of 8 steps"),
+        ({"schedule": Schedule(decay="wsd", decay_steps=100)}, "decay_steps 100 is longer than"),
+        ({"schedule": Schedule(decay="wsd", warmup_steps=4, decay_steps=5)}, "decay_steps 5 is longer than"),
+        ({"schedule": Schedule(decay="wsd", warmup_samples=192, decay_steps=5)}, "decay_steps 5 is longer than"),
+        ({"schedule": Schedule(decay="constant", min_lr_ratio=0.5)}, "min_lr_ratio 0.5 does nothing"),
+        ({"base_global_batch": 4}, "base_global_batch 4 does nothing: lr_scaling is none, so lr 0.003 is used"),
+        ({"batch_ramp": BatchRamp(start=24, samples=193)}, "its last step has 24 samples, not 48"),
+    ],
+)
+def test_a_setting_that_the_run_is_too_short_for_or_does_not_use_is_said(changes, words) -> None:
+    (line,) = remarks(tiny(Path("c"), Path("r"), **changes), 1000)
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": Schedule(warmup_samples=336)},
+        {"schedule": Schedule(decay="wsd", warmup_steps=4, decay_steps=4)},
+        {"schedule": Schedule(decay="constant")},
+        {"lr_scaling": "linear", "base_global_batch": 4},
+        {"batch_ramp": BatchRamp(start=24, samples=168)},
+        # 3 of 8 steps, and a quarter of the samples: those are what the schedule counts here
+        {
+            "batch_ramp": BatchRamp(start=24, samples=96),
+            "schedule": Schedule(decay="wsd", warmup_steps=3, decay_steps=6),
+        },
+    ],
+)
+def test_a_setting_that_has_its_effect_is_not_remarked_on(changes) -> None:
+    assert not list(remarks(tiny(Path("c"), Path("r"), **changes), 1000))

@@ -24,7 +24,7 @@ from thrice.runtime import memory
 from thrice.runtime.interrupt import noted_signals
 from thrice.runtime.session import Session
 from thrice.spec.dump import dump
-from thrice.spec.job import Job
+from thrice.spec.job import Job, Schedule
 from thrice.spec.seed import key
 from thrice.step import StepResult, evaluate, train_step
 
@@ -94,16 +94,43 @@ def describe(session: Session, data: Data, folder: RunFolder) -> Iterator[str]:
 
 def remarks(job: Job, samples: int | None) -> Iterator[str]:
     """What is legal, and perhaps not meant. `samples` are those to train on, None where they are not counted yet."""
-    global_batch = job.ledger().global_batch
+    ledger, schedule, steps = job.ledger(), job.schedule, job.steps()
+    global_batch = ledger.global_batch
     if samples is not None and samples < global_batch:
         yield (
             f"           global_batch {global_batch:,} is more than the {samples:,} samples there are: every step is "
             "one whole epoch, with fewer tokens than the batch says"
         )
-    if job.schedule.warmup_steps >= job.steps():
+    whole = ledger.samples_after(steps)  # the schedule counts samples where the batch grows
+    warmup = schedule.warmup_steps or ledger.steps_for(schedule.warmup_samples or 0)
+    if warmup >= steps:
+        given = f"warmup_steps {warmup:,}" if schedule.warmup_steps else f"warmup_samples {schedule.warmup_samples:,}"
         yield (
-            f"           schedule.warmup_steps {job.schedule.warmup_steps:,} is as long as the run of {job.steps():,} "
+            f"           schedule.{given} is as long as the run of {steps:,} "
             "steps: the learning rate never falls from its peak, or never reaches it"
+        )
+    elif schedule.decay_steps is not None and schedule.decay_steps * whole > steps * (
+        whole - ledger.samples_after(warmup)
+    ):
+        yield (
+            f"           schedule.decay_steps {schedule.decay_steps:,} is longer than what the warm-up leaves of the "
+            f"{steps:,} steps: the decay takes that, and there is no time at the peak"
+        )
+    if schedule.decay == "constant" and schedule.min_lr_ratio != Schedule.min_lr_ratio:
+        yield (
+            f"           schedule.min_lr_ratio {schedule.min_lr_ratio:g} does nothing: it is where a decay ends, and "
+            "the schedule is constant"
+        )
+    if job.base_global_batch is not None and job.lr_scaling == "none":
+        yield (
+            f"           base_global_batch {job.base_global_batch:,} does nothing: lr_scaling is none, so lr "
+            f"{job.lr:g} is used as given"
+        )
+    last = ledger.global_batch_at(ledger.samples_after(steps - 1))
+    if last < global_batch:
+        yield (
+            f"           batch_ramp.samples {job.batch_ramp.samples:,} is more than the run trains on: its last step "
+            f"has {last:,} samples, not {global_batch:,}"
         )
 
 

@@ -354,7 +354,7 @@ class Job:
             yield Problem(
                 key="lr",
                 value=self.lr,
-                why=f"the peak at global_batch {global_batch} is {peak:g}{by}, no float32 weight can move by that",
+                why=f"the peak at global_batch {global_batch} is {peak:g}{by}, and no float32 weight moves by that",
                 fix=f"lr = {Job.lr:g} is usual",
             )
 
