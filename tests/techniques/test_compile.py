@@ -56,7 +56,8 @@ def test_without_a_compiler_it_says_so_and_trains(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("script", "said"), [("exit 1", "exit status 1"), ("echo no headers here >&2; exit 1", "no headers here")]
+    ("script", "said"),
+    [("exit 1", ": exit code 1; "), ("echo no headers >&2; echo ended >&2; exit 1", ": no headers; ")],
 )
 def test_with_a_compiler_that_does_not_work_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, said: str

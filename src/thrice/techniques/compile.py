@@ -84,11 +84,15 @@ def _missing_compiler(device: torch.device) -> str:
         include = f"-I{sysconfig.get_path('include')}"
         command = [compiler, include, "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=60)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stderr", None) or "").strip()
-            return f"the C++ compiler {compiler!r} cannot build a library: {said or error}; {remedy}"
-    return ""
+            ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+            said = (
+                ""
+                if ended.returncode == 0
+                else (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[0]
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+    return f"the C++ compiler {compiler!r} cannot build a library: {said}; {remedy}" if said else ""
 
 
 def _compile(module: nn.Module) -> None:
