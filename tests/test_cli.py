@@ -244,6 +244,8 @@ BAD_WORDS = {
     "a misspelt switch": (["train", "job.toml", "--dryrun"], "there is no such switch\n  did you mean --dry-run?"),
     "another's switch": (["verify", "job.toml", "--resume"], "--resume: verify has no such switch\n  it has: --debug"),
     "no value": (["train", "job.toml", "--seed"], "--seed: it has no value\n    → write --seed VALUE"),
+    "two things to do": (["train", "a.toml", "--dry-run", "--print-config"], "--dry-run and --print-config: they are"),
+    "trace of no run": (["train", "job.toml", "--dry-run", "--trace"], "--dry-run and --trace: they are"),
     "json of a run": (["train", "job.toml", "--json"], "--json: train prints a log; only --dry-run has"),
     "steps": (["verify", "job.toml", "--steps", "0"], "--steps 0: a whole number of optimizer steps is wanted"),
     "odd steps": (["verify", "job.toml", "--steps", "²"], "--steps ²: a whole number of optimizer steps is wanted"),

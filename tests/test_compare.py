@@ -99,7 +99,7 @@ def test_the_terminal_shows_table_and_verdicts(done: Done) -> None:
     table = done.stdout[done.stdout.index("tiny: 2 variants") :]
     for text in ("training loss", "validation loss", "tokens/s", "peak bytes", "skipped"):
         assert text in table
-    assert "lr=1e30: FAILED\n  1 of 1 runs failed: the " in table
+    assert "lr=1e30: FAILED\n  1 of 1 runs failed: exit code 1: the " in table
     assert " is not finite" in table
 
 
@@ -189,12 +189,33 @@ def test_dry_run_lists_and_starts_nothing(
     assert said[4].startswith("left out: micro_batch=3: global_batch = 16: it does not divide by")
     assert said[5:] == ["nothing was started"]
     assert list(tmp_path.iterdir()) == []
+    assert main(["compare", *flags, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["runs"][3] == {"variant": "micro_batch=8", "seed": 1, "run_dir": "there/micro_batch=8-seed1"}
+    assert [each["variant"] for each in plan["refused"]] == ["micro_batch=3"]
+
+
+def test_a_folder_that_cannot_be_is_that_of_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    for out, why in (("file", "file is not a folder"), ("/proc/nope/x", "")):
+        assert main(["compare", "--vary", "lr=1e-3,1e-4", "--out", out]) == 5
+        said = capsys.readouterr().err
+        assert said.startswith(f"thrice: --out = {out!r} cannot be ")
+        assert why in said
+        assert "name another --out" in said
+        assert "run_dir" not in said
+        assert "bytes" not in said
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "nothing is varied"),
+        (["--varry", "lr=1,2"], "--varry: there is no such key\n  did you mean --vary?"),
+        (["--vary", "lr=1,2", "--sedes", "2"], "--sedes: there is no such key\n  did you mean --seeds?"),
         (["--vary", "lr=1,2", "--seeds", "0"], "compare.seeds = 0: it must be at least 1"),
         (["--vary", "lr=1,2", "--trace"], "compare has no such switch"),
         (["--vary", "lr=1,2", "--run_dir", "x"], "--out DIR says where they all are"),
@@ -215,7 +236,14 @@ def test_what_is_typed_wrong(
     [
         ("import os; os.kill(os.getpid(), 9)", (-9, "killed by SIGKILL; perhaps the system had no memory left")),
         ("print('a'); raise MemoryError", (1, "MemoryError")),
-        ("import sys; print('thrice: out of memory: 1 GiB\\n  used'); sys.exit(6)", (6, "out of memory: 1 GiB")),
+        (
+            "import sys; print('thrice: out of memory: 1 GiB\\n  used'); sys.exit(6)",
+            (6, "out of memory: 1 GiB\n  used"),
+        ),
+        (
+            "import sys; print('thrice: an earlier one\\nthrice: 1 problem\\n  a: b\\n    → c'); sys.exit(2)",
+            (2, "1 problem\n  a: b\n    → c"),
+        ),
         ("import sys; sys.exit(3)", (3, "it said nothing")),
         ("print(' 1 a'); print('x')", (0, None)),
     ],

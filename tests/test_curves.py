@@ -127,6 +127,7 @@ def test_within_what_seeds_change() -> None:
     assert verdict.gap.mean < verdict.seeds_gap.mean
     assert verdict.seeds_validation_gap == pytest.approx(0.02)
     assert verdict.validation_gap == pytest.approx(0.001)
+    assert "validation +0.0000 " in judge(shifted(0.001, -1e-6), BASELINE, "steps").sentence, "no minus before nothing"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from thrice.errors import ConfigError, UsageError
-from thrice.experiment import Experiment, expand
+from thrice.errors import ConfigError, DataError, UsageError
+from thrice.experiment import Experiment, Variant, expand
 from thrice.job_file import load_job
 from thrice.spec.job import Optimizer
 from thrice.techniques.precision import Precision
@@ -78,8 +78,9 @@ def test_yaml_and_the_quickstart(tmp_path: Path) -> None:
 
 
 def test_names_of_folders_are_safe_and_different(tmp_path: Path) -> None:
-    experiment = expand(file(tmp_path, ""), vary=["data=/a/b c.txt,/a/b_c.txt,/a/b/c.txt," + "x" * 300])
-    folders = [variant.folder for variant in experiment.variants]
+    job = load_job(file(tmp_path, ""))
+    values = ["/a/b c.txt", "/a/b_c.txt", "/a/b/c.txt", "x" * 300]
+    folders = [Variant(label=f"data={value}", job=job).folder for value in values]
     assert len(set(folders)) == 4
     for folder in folders:
         assert "/" not in folder
@@ -154,6 +155,36 @@ def test_all_problems_at_once_naming_the_combination(tmp_path: Path) -> None:
     assert "micro_batch=4 · precision=bf16-pure: optimizer.implementation = 'fused'" in said
 
 
+@pytest.mark.parametrize(
+    ("vary", "overrides", "label", "said"),
+    [
+        ("optimizer_states=fp32,8bit", [], "optimizer_states=8bit",
+         "8 bits are for matrices of at least 4,096 elements"),
+        ("decoder.vocabulary=100,256", [], "decoder.vocabulary=100", 'the tokenizer "byte" has 256 tokens'),
+        ("recompute.budget_bytes=10,1GiB", [("recompute.strategy", "budget")], "recompute.budget_bytes=10",
+         "the blocks hold at least"),
+    ],
+)  # fmt: skip
+def test_what_shows_only_on_the_model_is_refused_before_anything_runs(
+    vary: str, overrides: list[tuple[str, str]], label: str, said: str, tmp_path: Path
+) -> None:
+    source = file(tmp_path, "sequence = 32\n[decoder]\nlayers = 1\nhidden = 8\nheads = 1")
+    with pytest.raises(ConfigError) as caught:
+        expand(source, overrides, vary=[vary])
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(f"{label}: ")
+    assert said in str(problem)
+    both = expand(source, overrides, vary=[vary, "lr=1e-3,1e-4"], skip_refused=True)
+    assert len(both.variants) == len(both.refused) == 2
+    assert all(reason.count(said) == 1 for _, reason in both.refused)
+
+
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"missing\.txt"):
+        expand(file(tmp_path, ""), vary=[f"data={tmp_path}/a.txt,{tmp_path}/missing.txt"])
+
+
 def test_what_is_wrong_everywhere_is_said_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         expand(file(tmp_path, "sequence = 0"), vary=["lr=1,2"], skip_refused=True)
@@ -178,6 +209,9 @@ def test_train_points_to_compare(tmp_path: Path) -> None:
         load_job(source)
     with pytest.raises(ConfigError, match=r"compare\.seeds = '3': it describes an experiment"):
         load_job(None, [("compare.seeds", "3")])
+    for flag in ("vary", "seeds", "out"):
+        with pytest.raises(ConfigError, match=f"{flag} = '3': there is no such key\n.*thrice compare"):
+            load_job(None, [(flag, "3")])
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,12 @@ def _stop(child: subprocess.Popen[str]) -> None:
 
 
 def _why(code: int, printed: str) -> str | None:
-    """The error that the child printed last; None where it ended well."""
+    """The error that the child printed last, all its lines; None where it ended well."""
     if code == 0:
         return None
     if code < 0:
         memory = "; perhaps the system had no memory left" if code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{memory}"
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    said = [line.removeprefix("thrice: ") for line in lines if line.startswith("thrice: ")]
-    return (said or lines or ["it said nothing"])[-1]
+    said = re.split(r"^thrice: ", printed.strip(), flags=re.MULTILINE)
+    # what is no error of ours is a traceback, whose last line is the error
+    return said[-1] if len(said) > 1 else said[0].rpartition("\n")[2].strip() or "it said nothing"

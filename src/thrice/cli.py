@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from thrice.errors import Interrupted, ThriceError, UsageError, VerificationFailed
-from thrice.spec.load import parse_flags
+from thrice.spec.load import parse_flags, schema
 from thrice.spec.read import starter
 
 HELP = """\
@@ -54,6 +54,8 @@ SWITCHES = {
     "init": {"--debug"},
 }
 
+COMPARE_FLAGS = ("vary", "seeds", "out")
+"""Of compare, beside the keys of the file."""
 
 SPIN_COUNT = "20000"
 """How long a thread of a parallel region spins before it sleeps. OpenMP's own 15 times as long makes training several
@@ -153,6 +155,8 @@ def _train(file: str | None, overrides: list[tuple[str, str]], switches: set[str
     from thrice.job_file import load_job
     from thrice.spec.dump import dump
 
+    if len(ends := sorted(switches & {"--dry-run", "--print-config", "--trace"})) > 1:
+        raise UsageError(f"{' and '.join(ends)}: they are different things to do, and train does one\n  keep one")
     if "--json" in switches and "--dry-run" not in switches:
         raise UsageError(
             "--json: train prints a log; only --dry-run has a machine-readable form\n"
@@ -217,12 +221,17 @@ def _verify(file: str | None, overrides: list[tuple[str, str]], switches: set[st
 
 def _compare(file: str | None, flags: list[tuple[str, str]], switches: set[str]) -> None:
     from thrice.compare import run
-    from thrice.experiment import expand
+    from thrice.experiment import KNOWN, expand
     from thrice.files import write_whole
-    from thrice.report.comparison import comparison_dict, comparison_table, plan_lines
+    from thrice.report.comparison import comparison_dict, comparison_table, plan_dict, plan_lines
     from thrice.report.html import page
     from thrice.report.terminal import as_json
 
+    known = schema(KNOWN).hints
+    for key, _ in flags:
+        near = get_close_matches(key, COMPARE_FLAGS, n=1, cutoff=0.8)
+        if near and key not in COMPARE_FLAGS and key not in known:
+            raise UsageError(f"--{key}: there is no such key\n  did you mean --{near[0]}?")
     own = {key: [value for name, value in flags if name == key] for key in ("vary", "out")}
     experiment = expand(
         file,
@@ -231,10 +240,10 @@ def _compare(file: str | None, flags: list[tuple[str, str]], switches: set[str])
         out=own["out"][-1] if own["out"] else None,
         skip_refused="--skip-refused" in switches,
     )
-    if "--dry-run" in switches:
-        print("\n".join(plan_lines(experiment)))
-        return
     as_data = "--json" in switches
+    if "--dry-run" in switches:
+        print(as_json(plan_dict(experiment)) if as_data else "\n".join(plan_lines(experiment)))
+        return
     comparison = run(experiment, resume="--resume" in switches, say=_say_aside if as_data else _say)
     data = as_json(comparison_dict(comparison))
     write_whole(experiment.out / "compare.json", data + "\n")

@@ -21,7 +21,7 @@ from thrice.curves import Measured, Spread, measure, spread
 from thrice.errors import Interrupted, UsageError
 from thrice.experiment import Experiment, Variant
 from thrice.files import write_whole
-from thrice.run_folder import RunFolder, is_used
+from thrice.run_folder import RunFolder, check_writable, is_used, make
 from thrice.runtime.interrupt import stoppable
 from thrice.spec.dump import dump, settings
 from thrice.spec.job import Job
@@ -56,6 +56,10 @@ class Run:
     error: str | None
     """Why it failed."""
     measured: Measured
+
+    @property
+    def failure(self) -> str:
+        return f"exit code {self.exit_code}: {self.error}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,7 @@ def run(experiment: Experiment, *, resume: bool = False, say: Say = print) -> Co
     """
     planned = list(experiment.runs())
     _check_folders(experiment, planned, resume)
+    make(experiment.out, "--out")
     runs: list[Run] = []
     with stoppable():
         try:
@@ -109,15 +114,16 @@ def run(experiment: Experiment, *, resume: bool = False, say: Say = print) -> Co
 
 
 def _check_folders(experiment: Experiment, planned: Sequence[tuple[Variant, Job, Path]], resume: bool) -> None:
-    if not resume and is_used(experiment.out):
+    if not resume and is_used(experiment.out, "--out"):
         raise UsageError(
             f"{experiment.out} is not empty, and nothing in it is overwritten\n"
             "  --resume reuses the runs that are there; another --out keeps both"
         )
+    check_writable(experiment.out, "--out")
     for _, job, job_file in planned:
-        RunFolder(job.run_dir or "", resume=True)
+        check_writable(Path(job.run_dir or ""), "--out")
         begun = job_file.read_text(encoding="utf-8") if job_file.is_file() else None
-        if begun is None and is_used(Path(job.run_dir or "")):
+        if begun is None and is_used(Path(job.run_dir or ""), "--out"):
             raise UsageError(f"{job.run_dir} is not empty, and no run of this comparison\n  name another --out")
         if begun is not None and begun != dump(job):
             changed = ", ".join(differing([begun, dump(job)]))
@@ -147,7 +153,7 @@ def summed_up(experiment: Experiment, runs: Sequence[Run]) -> Comparison:
     for variant in experiment.variants:
         own = [run for run in runs if run.variant == variant.label]
         done = [run.measured for run in own if run.error is None]
-        failures = [f"{run.error} (exit code {run.exit_code})" for run in own if run.error is not None]
+        failures = [run.failure for run in own if run.error is not None]
         measured = {run.seed: run.measured for run in own}
         summaries.append(
             Summary(

@@ -1,6 +1,6 @@
 """What a comparison is asked for: one job, with one or more fields varied and everything else the same.
 
-A file and what is to vary become variants, every one of them loaded and checked before any runs.
+A file and what is to vary become variants, every one of them loaded and composed before any runs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, final
 
-from thrice.compose import refuse
-from thrice.errors import ConfigError, Problem, UsageError
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thrice.compose import compose
+from thrice.data.cache import cache_folder
+from thrice.data.corpus import corpus_of
+from thrice.data.tokens import survey
+from thrice.errors import ConfigError, Infeasible, Problem, UsageError
 from thrice.registry import TECHNIQUES
 from thrice.spec.convert import Flag, Unfit, convert
 from thrice.spec.job import Job, at_least
@@ -103,11 +109,12 @@ def expand(
     out: str | Path | None = None,
     skip_refused: bool = False,
 ) -> Experiment:
-    """The variants of a file (None: the built-in quickstart), each loaded and checked; nothing is run or written.
+    """The variants of a file (None: the built-in quickstart), each loaded and composed on fake tensors.
 
-    `vary` is a list of "field=a,b,c" (that of the file's [compare] where it is empty), `overrides` are (dotted key,
-    value) for every variant. Raises ConfigError with everything wrong in any combination, which it names; with
-    `skip_refused` a combination that cannot be is left out with its reason, unless something is wrong in all.
+    Nothing is run or written. `vary` is a list of "field=a,b,c" (that of the file's [compare] where it is empty),
+    `overrides` are (dotted key, value) for every variant. Raises ConfigError with everything wrong in any
+    combination, which it names; with `skip_refused` a combination that cannot be is left out with its reason, unless
+    something is wrong in all. Raises DataError for data that cannot be read.
     """
     pairs = list(overrides)
     varied = _varied(list(vary) or _vary_of(source), schema(KNOWN), pairs)
@@ -146,9 +153,23 @@ def _load(source: str | Path | None, pairs: list[tuple[str, str]]) -> tuple[tupl
         return None, list(error.problems)
     tables = [technique for technique in job.techniques if isinstance(technique, Compare)]
     job = replace(job, techniques=tuple(t for t in job.techniques if not isinstance(t, Compare)))
+    return (job, tables[0] if tables else Compare()), list(_uncomposable(job))
+
+
+def _uncomposable(job: Job) -> Iterator[Problem]:
+    """Why its run would stop before the first step: what techniques refuse, also once they see the model."""
     # an open micro_batch is chosen by the run itself; the whole batch in one piece is what most accept
     settled = replace(job, micro_batch=None) if job.micro_batch == "auto" else job
-    return (job, tables[0] if tables else Compare()), list(refuse(settled))
+    vocabulary = survey(job.tokenizer, corpus_of(job.data).documents, cache_folder()).vocabulary
+    try:
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+            compose(settled, vocabulary=vocabulary, device=torch.device("cpu"))
+    except ConfigError as error:
+        yield from error.problems
+    except Infeasible as error:
+        if settled is job:  # a smaller micro_batch needs less
+            key, _, why = str(error).partition(": ")
+            yield Problem(key=key, why=why)
 
 
 def _reason(problem: Problem) -> str:

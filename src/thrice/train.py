@@ -56,13 +56,16 @@ def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = pri
     data = load_data(job)
     session = compose(job, vocabulary=data.tokenizer.vocabulary)
     torch.manual_seed(key(job.seed, "dropout"))
-    rows = None
-    if resume:
-        rows = checkpoint.resume(session, folder.checkpoints, corpus=data.store.fingerprint, say=say)
-    if session.progress.step >= job.steps() and (measured := folder.measured()) is not None:
-        say(f"resume     the run is finished: {session.progress.step} of {job.steps()} steps, nothing is left to do")
-        return Outcome(**measured)
-    with folder.opened(dump(session.job), rows or 0):
+    with folder.held():  # before a checkpoint is read, which another process might be replacing
+        rows = None
+        if resume:
+            rows = checkpoint.resume(session, folder.checkpoints, corpus=data.store.fingerprint, say=say)
+        if session.progress.step >= job.steps() and (measured := folder.measured()) is not None:
+            say(
+                f"resume     the run is finished: {session.progress.step} of {job.steps()} steps, nothing is left to do"
+            )
+            return Outcome(**measured)
+        folder.begin(dump(session.job), rows or 0)
         data.tokenizer.save(folder.path)
         for line in describe(session, data, folder):
             say(line)

@@ -110,5 +110,5 @@ def _figures(gap: Gap, of_seeds: Gap | None, validation: float | None, of_valida
         "largest " + beside(f"{gap.largest:.4f}", of_seeds.largest if of_seeds else None),
     ]
     if validation is not None:
-        parts.append("validation " + beside(f"{validation:+.4f}", of_validation))
+        parts.append("validation " + beside(f"{validation:+z.4f}", of_validation))
     return ", ".join(parts)

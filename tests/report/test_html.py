@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from thrice.compare import Comparison, Run, summed_up
 from thrice.curves import Curve, Measured
 from thrice.experiment import Experiment, Variant
-from thrice.report.comparison import comparison_table
+from thrice.report.comparison import FINAL_LOSS, comparison_table
 from thrice.report.html import page, ticks
 from thrice.spec.job import Job
 
@@ -104,7 +106,7 @@ def test_well_formed_with_tables_beside_pictures() -> None:
     text = " ".join(parsed.text)
     for label in ("lr=0.001", "lr=0.002", "lr=0.003"):
         assert text.count(label) > 5
-    assert "3 of 3 runs failed: out of memory: 1 GiB more could not be had (exit code 6)" in text
+    assert "3 of 3 runs failed: exit code 6: out of memory: 1 GiB more could not be had" in text
     assert "mean ± half the range over 3 seeds" in text
     assert "lr = 7: <too> large" in text
     jobs = text[text.index("What differs between the jobs") : text.index("The job of lr=0.001")]
@@ -119,6 +121,26 @@ def test_nothing_from_outside() -> None:
     assert "<script" not in text
     assert not re.search(r"url\(|@import|@font-face|src=|href=", text)
     assert "prefers-color-scheme: dark" in text
+
+
+def test_a_failure_of_several_lines_keeps_them() -> None:
+    made = comparison(["a=1", "a=2"], failing=("a=2",))
+    (run,) = made.summaries[1].runs
+    again = summed_up(made.experiment, [*made.summaries[0].runs, replace(run, error="1 problem\n  a = 2: too much")])
+    shown = page(again)
+    assert "exit code 6: 1 problem\n  a = 2: too much" in shown
+    assert ".left td:last-child { white-space: pre-line; }" in shown
+    out = io.StringIO()
+    comparison_table(again, out)
+    assert "exit code 6: 1 problem\n  a = 2: too much" in out.getvalue()
+
+
+def test_a_difference_that_rounds_to_nothing_has_no_minus() -> None:
+    made = comparison(["a=1", "a=2"])
+    first, second = made.summaries
+    assert first.final_loss is not None
+    less = replace(second, final_loss=replace(first.final_loss, mean=first.final_loss.mean - 1e-6))
+    assert FINAL_LOSS.beside(less, first) == "+0.0000"
 
 
 def test_names_are_text_and_not_markup() -> None:

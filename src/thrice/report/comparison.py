@@ -54,7 +54,7 @@ class Figure:
         if own is None or first is None or summary is baseline:
             return NONE
         if not self.relative:
-            return f"{own.mean - first.mean:+.4f}"
+            return f"{own.mean - first.mean:+z.4f}"
         return f"{own.mean / first.mean:.2f}×" if first.mean else NONE
 
 
@@ -91,12 +91,8 @@ def verdicts(comparison: Comparison) -> list[tuple[str, str, str]]:
         if summary.verdict is not None:
             said.append((summary.variant, summary.verdict.judgement, summary.verdict.sentence))
         elif failed:
-            said.append((summary.variant, "failed", "; ".join(dict.fromkeys(why(run) for run in failed))))
+            said.append((summary.variant, "failed", "; ".join(f"seed {run.seed}: {run.failure}" for run in failed)))
     return said
-
-
-def why(run: Run) -> str:
-    return f"seed {run.seed}: {run.error} (exit code {run.exit_code})"
 
 
 def comparison_table(comparison: Comparison, file: TextIO | None = None) -> None:
@@ -129,6 +125,16 @@ def plan_lines(experiment: Experiment) -> Iterator[str]:
     yield "nothing was started"
 
 
+def plan_dict(experiment: Experiment) -> dict[str, Any]:
+    return {
+        "runs": [
+            {"variant": variant.label, "seed": job.seed, "run_dir": job.run_dir}
+            for variant, job, _ in experiment.runs()
+        ],
+        "refused": _refused(experiment),
+    }
+
+
 def comparison_dict(comparison: Comparison) -> dict[str, Any]:
     """Everything but the steps, which are in each run's metrics.jsonl."""
     experiment = comparison.experiment
@@ -139,7 +145,7 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
         "compared_over": experiment.over,
         "baseline": comparison.summaries[0].variant,
         "notes": list(notes(comparison)),
-        "refused": [{"variant": label, "why": reason} for label, reason in experiment.refused],
+        "refused": _refused(experiment),
         "variants": [
             {
                 "variant": variant.label,
@@ -152,6 +158,10 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
             for variant, summary in zip(experiment.variants, comparison.summaries, strict=True)
         ],
     }
+
+
+def _refused(experiment: Experiment) -> list[dict[str, str]]:
+    return [{"variant": label, "why": reason} for label, reason in experiment.refused]
 
 
 def _spread(spread: Spread | None) -> dict[str, float] | None:

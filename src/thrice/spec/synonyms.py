@@ -173,9 +173,12 @@ ADVICE = {
     "eval_strategy": "evaluation.every_steps says how often; one evaluation is always made at the end",
     "evaluation_strategy": "evaluation.every_steps says how often; one evaluation is always made at the end",
     "save_strategy": "checkpoint.every_steps says how often; one checkpoint is always written at the end",
+    "vary": "thrice compare FILE --vary KEY=A,B trains FILE once for each value; in a file it belongs to [compare]",
+    "seeds": "thrice compare FILE --vary KEY=A,B --seeds 3 takes several; one run has one seed",
+    "out": "a run's folder is run_dir; --out is where thrice compare keeps its runs",
     "resume_from_checkpoint": "resuming is asked for on the command line, with --resume",
 }
-"""Another framework's key that has no equal here -> what to do."""
+"""A key of another framework, or of another command, that has no equal here -> what to do."""
 
 NOT_YET = {
     "zero_stage": ("zero_optimization", "zero"),
