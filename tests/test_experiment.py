@@ -174,9 +174,14 @@ def test_what_shows_only_on_the_model_is_refused_before_anything_runs(
     (problem,) = caught.value.problems
     assert str(problem).startswith(f"{label}: ")
     assert said in str(problem)
-    both = expand(source, overrides, vary=[vary, "lr=1e-3,1e-4"], skip_refused=True)
-    assert len(both.variants) == len(both.refused) == 2
-    assert all(reason.count(said) == 1 for _, reason in both.refused)
+
+
+def test_what_shows_only_on_the_model_can_be_left_out(tmp_path: Path) -> None:
+    experiment = expand(file(tmp_path, ""), vary=["decoder.vocabulary=100,256,300"], skip_refused=True)
+    assert labels(experiment) == ["decoder.vocabulary=256", "decoder.vocabulary=300"]
+    assert experiment.refused == (
+        ("decoder.vocabulary=100", 'decoder.vocabulary = 100: the tokenizer "byte" has 256 tokens'),
+    )
 
 
 def test_data_that_is_not_there(tmp_path: Path) -> None:
