@@ -46,7 +46,7 @@ from thrice.techniques.vocabulary_loss import VocabularyLoss
 
 MODELS = {
     "30M": (Decoder(layers=10, hidden=384, heads=6, vocabulary=32_000), 512, 4),
-    "100M": (Decoder(layers=12, hidden=768, heads=12, vocabulary=32_000), 512, 2),
+    "100M": (Decoder(layers=12, hidden=768, heads=12, vocabulary=32_000), 256, 2),
 }
 """Name -> (model, tokens per sample, samples per step)."""
 
@@ -191,7 +191,7 @@ def _status(field: str) -> int:
 
 
 KINDS = {
-    "matrix products": r"aten::(mm|addmm|bmm|baddbmm|matmul|linear)$|mkldnn|graph_\d+_cpp_fused.*mm",
+    "matrix products": r"aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$|mkldnn|graph_\d+_cpp_fused.*mm",
     "attention": r"scaled_dot_product|thrice::flash|softmax$(?<!log_softmax)",
     "loss": r"log_softmax|nll_loss|cross_entropy|logsumexp|ChunkedCrossEntropy",
     "norms and other elementwise": r"aten::(rms_norm|mul|mul_|add|add_|sub|sub_|div|div_|pow|rsqrt|mean|sum|neg|silu"
