@@ -45,13 +45,11 @@ from thrice.techniques.recompute import Recompute
 from thrice.techniques.vocabulary_loss import VocabularyLoss
 
 MODELS = {
-    "30M": (Decoder(layers=10, hidden=384, heads=6, vocabulary=32_000), 512, 4),
-    "100M": (Decoder(layers=12, hidden=768, heads=12, vocabulary=32_000), 256, 2),
+    "30M": (Decoder(layers=10, hidden=384, heads=6, vocabulary=32_000), 512, 4, 2),
+    "100M": (Decoder(layers=12, hidden=768, heads=12, vocabulary=32_000), 256, 2, 1),
 }
-"""Name -> (model, tokens per sample, samples per step)."""
+"""Name -> (model, tokens per sample, samples per step, how often plain, stack, stack, plain are timed)."""
 
-PAIRS = 2
-"""Plain, stack, stack, plain: each gives one ratio."""
 SMALLEST_PEAK = (
     Precision(mode="bf16"),
     Recompute(strategy="full"),
@@ -84,7 +82,7 @@ STACKS: dict[str, tuple[Technique, ...]] = {
 
 
 def job_for(model: str, name: str) -> Job:
-    decoder, sequence, batch = MODELS[model]
+    decoder, sequence, batch, _ = MODELS[model]
     clip = None if any(part.name == "optimizer_in_backward" for part in STACKS[name]) else 1.0
     return Job(
         sequence=sequence,
@@ -148,7 +146,7 @@ def time_ratio(model: str, name: str) -> dict[str, object]:
         step()
     spent: dict[str, list[float]] = {side: [] for side in sides}
     ratios = []
-    for pair in range(2 * PAIRS):
+    for pair in range(2 * MODELS[model][3]):
         for side in ("plain", "stack") if pair % 2 == 0 else ("stack", "plain"):
             began = time.perf_counter()
             sides[side]()
