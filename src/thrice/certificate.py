@@ -67,12 +67,11 @@ def judged(rows: Sequence[Row], promised: Claim, draws: Mapping[str, Sequence[fl
     """The rows with what each is allowed.
 
     A single number's floor can be small by luck, so a quantity is held to the larger of its own floor and what is
-    common to its kind: for gradients and updates the median floor of the step; for parameters the largest of
-    all steps, because AdamW turns a gradient near zero into a step of either sign, a lottery that any tensor can
-    draw in any step; for the
-    loss and the norm, of which each step has but one, the largest over all steps and the median of `draws`, the
-    floors of their parts (the loss of each sample, the norm of each gradient). A float32 number is not known better
-    than float32's spacing.
+    common to its kind: for gradients and updates the median floor of the step; for parameters the largest of all
+    steps, because AdamW turns a gradient near zero into a step of either sign, a lottery that any tensor can draw in
+    any step; for the loss and the norm, of which each step has but one, the largest over all steps and the median of
+    `draws`, the floors of their parts (the loss of each sample, the norm of each gradient). A float32 number is not
+    known better than float32's spacing.
     """
     pools: dict[tuple[int, str], list[float]] = {}
     for row in rows:

@@ -36,9 +36,8 @@ def settled(job: Job, *, saved: str | None = None, measure: bool = True, say: Ca
     """The job with its `micro_batch` chosen, and says how; the job itself where nothing is open.
 
     `saved` is the job file of a run that goes on: what was chosen for it stays, the vocabulary loss's `auto` (which
-    is chosen when the job is composed) included. Without `measure` nothing real is
-    run, and the largest that fits is taken. Raises ConfigError where no candidate is legal, Infeasible where not
-    even the smallest fits.
+    is chosen when the job is composed) included. Without `measure` nothing real is run, and the largest that fits
+    is taken. Raises ConfigError where no candidate is legal, Infeasible where not even the smallest fits.
     """
     if saved is not None:
         job = _as_saved(job, load_job(saved))

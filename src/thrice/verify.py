@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -76,12 +77,10 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
     session = compose(job, vocabulary=data.tokenizer.vocabulary)
     device = session.device
     subject = Subject(session)
-    reference = Reference(job, data.tokenizer.vocabulary, device, Arithmetic())
-    floors = [Reference(job, data.tokenizer.vocabulary, device, other) for other in _other_arithmetics(job, promised)]
-    replays = [
-        Reference(job, data.tokenizer.vocabulary, device, other)
-        for other in [Arithmetic(), *_other_storages(job, promised)]
-    ]
+    build = partial(Reference, job, data.tokenizer.vocabulary, device)
+    reference = build(Arithmetic())
+    floors = [build(other) for other in _other_arithmetics(job, promised)]
+    replays = [build(other) for other in [Arithmetic(), *_other_storages(job, promised)]]
     rows: list[Row] = []
     draws: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     samples: list[list[int]] = []

@@ -39,6 +39,19 @@ def positive(**values: float | None) -> Iterator[Problem]:
             yield Problem(key=key, value=value, why="it must be above 0 and finite")
 
 
+def no_ramp(job: Job, technique: str, what: str) -> Iterator[Problem]:
+    """A problem where the job's batch grows: then some step is more than one micro-batch, and `what` needs one."""
+    ramp = job.ledger().ramp
+    if ramp is not None:
+        yield Problem(
+            key="batch_ramp.start",
+            value=ramp.start,
+            why=f"a batch that grows in whole micro-batches is two of them at least in the end, and {what} needs every "
+            "step to be one",
+            fix=f"keep one of batch_ramp and {technique}",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     """Our own decoder-only transformer (RMSNorm, rotary positions, grouped-query attention, SwiGLU)."""

@@ -17,7 +17,7 @@ from thrice.errors import Problem
 from thrice.optim.in_backward import InBackward
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Claim, Slot, Stage
-from thrice.spec.job import Job
+from thrice.spec.job import Job, no_ramp
 
 
 @final
@@ -48,15 +48,8 @@ class OptimizerInBackward:
                 fix='optimizer.clip = "none", or leave optimizer_in_backward out',
             )
         ledger = job.ledger()
-        if ledger.ramp is not None:
-            yield Problem(
-                key="batch_ramp.start",
-                value=ledger.ramp.start,
-                why="a batch that grows in whole micro-batches is two of them at least in the end, and "
-                "optimizer_in_backward needs every step to be one",
-                fix="keep one of batch_ramp and optimizer_in_backward",
-            )
-        elif ledger.grad_accum_steps > 1:
+        yield from no_ramp(job, self.name, self.name)
+        if ledger.ramp is None and ledger.grad_accum_steps > 1:
             yield Problem(
                 key="optimizer_in_backward",
                 value=True,

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from thrice.errors import Problem
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Claim, Slot, Stage
-from thrice.spec.job import Job
+from thrice.spec.job import Job, no_ramp
 
 
 @final
@@ -38,15 +38,8 @@ class SyncBatchNorm:
         if not self.enabled:
             return
         ledger = job.ledger()
-        if ledger.ramp is not None:
-            yield Problem(
-                key="batch_ramp.start",
-                value=ledger.ramp.start,
-                why="a batch that grows in whole micro-batches is two of them at least in the end, and a batch norm "
-                "over the whole batch needs every step to be one",
-                fix="keep one of batch_ramp and sync_batchnorm",
-            )
-        elif ledger.grad_accum_steps > 1:
+        yield from no_ramp(job, self.name, "a batch norm over the whole batch")
+        if ledger.ramp is None and ledger.grad_accum_steps > 1:
             yield Problem(
                 key="sync_batchnorm",
                 value=True,
