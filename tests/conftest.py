@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import thrice.train
+from processes import Workers
 from thrice.model.decoder import generate
 
 torch.set_num_threads(1)  # the models are tiny, and two threads on a busy core wait for each other
@@ -45,3 +46,18 @@ def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         return generate(model, prompt, new_tokens=2, **options)
 
     monkeypatch.setattr(thrice.train, "generate", shorter)
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """size -> ranks that have joined, kept for all tests of one pytest process."""
+    started: dict[int, Workers] = {}
+
+    def of(size: int) -> Workers:
+        if size not in started:
+            started[size] = Workers(size)
+        return started[size]
+
+    yield of
+    for each in started.values():
+        each.close()

@@ -175,8 +175,8 @@ def test_a_sample_is_changed_on_its_way(corpus: Path, monkeypatch: pytest.Monkey
     job = job_for(corpus)
     window = Data.window
 
-    def shifted(self: Data, position: Position, global_batch: int) -> tuple[list[Batch], Position]:
-        batches, after = window(self, position, global_batch)
+    def shifted(self: Data, position: Position, global_batch: int, **share: int) -> tuple[list[Batch], Position]:
+        batches, after = window(self, position, global_batch, **share)
         return [replace(batch, inputs=batch.inputs.roll(1, dims=1)) for batch in batches], after
 
     monkeypatch.setattr(Data, "window", shifted)

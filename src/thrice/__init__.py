@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from thrice.micro_batch import settled as settled
     from thrice.observe.rehearse import rehearse as rehearse
     from thrice.observe.trace import Tracer as Tracer
+    from thrice.runtime.dist import joined as joined
     from thrice.spec.job import Job as Job
     from thrice.step import train_step as train_step
 
 _HOME = {
     "Job": "thrice.spec.job",
     "Tracer": "thrice.observe.trace",
+    "joined": "thrice.runtime.dist",
     "load_data": "thrice.data.load",
     "load_job": "thrice.job_file",
     "rehearse": "thrice.observe.rehearse",

@@ -22,7 +22,8 @@ class Row:
     step: int
     kind: str
     """sample_ids, loss, gradient, grad_norm, parameter, or update: the parameter that the plain optimizer makes of
-    the job's own gradients."""
+    the job's own gradients; or replica: whether a rank's parameters are rank 0's, which allows no deviation (its
+    deviation is 1 where a bit differs, and `where` names the first such parameter)."""
     tensor: str = ""
     deviation: float
     floor: float = 0.0
@@ -47,6 +48,7 @@ class Certificate:
     """The Job, as a file that reproduces it."""
     torch: str
     device: str
+    processes: int
     rows: list[Row] = field(repr=False)
 
     @property
@@ -95,6 +97,6 @@ def _common(kind: str, floors: Sequence[float], draws: Mapping[str, Sequence[flo
 
 
 def _allowed(row: Row, common: float, promised: Claim) -> float:
-    if promised is Claim.BITWISE or row.kind == "sample_ids":
+    if promised is Claim.BITWISE or row.kind in ("sample_ids", "replica"):
         return 0.0
     return ALLOWED_FLOORS * max(row.floor, common)

@@ -18,6 +18,7 @@ from thrice.data.batches import Position
 from thrice.errors import CheckpointError, UsageError
 from thrice.runtime import store
 from thrice.runtime.session import Progress, Session
+from thrice.spec import seed
 from thrice.spec.dump import dump, settings
 from thrice.techniques.optimizer_states import OptimizerStates
 from thrice.techniques.precision import Precision
@@ -33,8 +34,10 @@ and is said aloud."""
 def save(session: Session, folder: Path, *, corpus: str, metrics_rows: int) -> Path:
     """Writes the checkpoint of the session's step.
 
-    `corpus` is the fingerprint of its data; `metrics_rows` how many rows its metrics.jsonl has by now.
+    `corpus` is the fingerprint of its data; `metrics_rows` how many rows its metrics.jsonl has by now. Every rank
+    calls it, and rank 0 writes what is the same on all, and the random state of each.
     """
+    random = session.world.gather(_random_state(session.device))
     state = {
         "progress": asdict(session.progress),
         "scaler": session.scaler.state_dict() if session.scaler is not None else None,
@@ -47,8 +50,10 @@ def save(session: Session, folder: Path, *, corpus: str, metrics_rows: int) -> P
     tensors = {
         "weights": dict(session.model.named_parameters()) | dict(_buffers(session.model)),
         "optimizer": dict(_optimizer_tensors(session)),
-        "random": _random_state(session.device),
+        "random": {_of_rank(name, rank): each for rank, own in enumerate(random) for name, each in own.items()},
     }
+    if session.world.rank:
+        return store.path_of(folder, session.progress.step)
     return store.save(folder, session.progress.step, tensors, state, keep_last=session.job.checkpoint.keep_last)
 
 
@@ -58,7 +63,8 @@ def resume(session: Session, folder: Path, *, corpus: str, say: Callable[[str], 
     Returns the rows of metrics.jsonl at that time, or None where there is no checkpoint yet: the session is as
     it was. Raises CheckpointError where there are some and none can be used, and what `restore` raises.
     """
-    path, rejected = store.latest(folder)
+    # rank 0 says which: all go on from one
+    path, rejected = session.world.broadcast(store.latest(folder) if session.world.rank == 0 else (None, []))
     for line in rejected:
         say(f"resume     rejected {line}")
     if path is None and rejected:
@@ -103,9 +109,7 @@ def restore(session: Session, path: Path, corpus: str) -> tuple[list[str], int]:
         session.scaler.load_state_dict(state["scaler"])
     progress = dict(state["progress"])
     session.progress = Progress(**{**progress, "position": Position(**progress["position"])})
-    torch.set_rng_state(tensors["random"]["cpu"])
-    if session.device.type != "cpu" and session.device.type in tensors["random"]:
-        torch.get_device_module(session.device).set_rng_state(tensors["random"][session.device.type])
+    _restore_random(session, tensors["random"])
     return [_changed(key, was, now) for key, (was, now) in changed.items()], state["metrics_rows"]
 
 
@@ -144,6 +148,21 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
     return states
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}.{rank}" if rank else name
+
+
+def _restore_random(session: Session, saved: dict[str, Tensor]) -> None:
+    rank, device = session.world.rank, session.device.type
+    own = {name: saved[_of_rank(name, rank)] for name in ("cpu", device) if _of_rank(name, rank) in saved}
+    if "cpu" not in own:  # a rank that the saved run did not have begins a stream of its own
+        torch.manual_seed(seed.key(session.job.seed, "dropout", rank, session.progress.step))
+        return
+    torch.set_rng_state(own["cpu"])
+    if device != "cpu" and device in own:
+        torch.get_device_module(session.device).set_rng_state(own[device])
 
 
 def _check_fit(path: Path, wanted: dict[str, Tensor], saved: dict[str, Tensor]) -> None:

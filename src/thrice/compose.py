@@ -14,11 +14,13 @@ from thrice.model.decoder import build_decoder
 from thrice.model.loss import cross_entropy_sum
 from thrice.optim.build import build_optimizer
 from thrice.optim.schedules import learning_rate
+from thrice.runtime.dist import ALONE, World
 from thrice.runtime.session import Session
-from thrice.runtime.technique import Claim
+from thrice.runtime.technique import Claim, Slot, Technique
 from thrice.runtime.vector_math import settle_vector_math
 from thrice.spec.job import Job
 from thrice.spec.workload import Ledger
+from thrice.techniques.data_parallel import DataParallel
 
 COMPOSED = "_thrice_composed"
 """Attribute of a model: the techniques that were applied to it. A copy of the model has their patches, and it too."""
@@ -26,10 +28,18 @@ COMPOSED = "_thrice_composed"
 settle_vector_math()  # on import: before a model computes its tables, and outside of fake tensors
 
 
+def techniques_of(job: Job) -> list[Technique]:
+    """Those that are asked for, and plain replicas where processes share the data and no technique says how."""
+    techniques: list[Technique] = list(job.techniques)
+    if job.mesh().data_parallel > 1 and all(technique.slot is not Slot.REPLICATE for technique in techniques):
+        techniques.append(DataParallel())
+    return techniques
+
+
 def refuse(job: Job) -> Iterator[Problem]:
     """Why this job cannot run, beyond what each field says alone."""
     owners: dict[str, str] = {}
-    for technique in job.techniques:
+    for technique in techniques_of(job):
         if technique.slot in owners:
             yield Problem(
                 key=technique.name,
@@ -43,7 +53,7 @@ def refuse(job: Job) -> Iterator[Problem]:
 def claim(job: Job) -> Claim:
     """The weakest equality that a part of the job promises; a window cut in pieces sums in another order."""
     cut = Claim.ROUNDING if job.ledger().grad_accum_steps > 1 else Claim.BITWISE
-    parts: list[Claim] = [technique.claim() for technique in job.techniques]
+    parts: list[Claim] = [technique.claim() for technique in techniques_of(job)]
     return max([cut, *parts])
 
 
@@ -58,33 +68,41 @@ def mathematics(job: Job) -> Iterator[str]:
 
 
 def compose(
-    job: Job, *, vocabulary: int, device: torch.device | None = None, model: nn.Module | None = None
+    job: Job,
+    *,
+    vocabulary: int,
+    device: torch.device | None = None,
+    model: nn.Module | None = None,
+    world: World = ALONE,
 ) -> Session:
     """The session of a job: model, techniques in the order of their stages, optimizer.
 
     `vocabulary` is the tokenizer's size, and the model that the job describes has a row for each. `device` is the
     first accelerator, or the CPU where there is none. A `model` of the caller's takes the place of the job's; its
-    parameters stay where they are, and it is not held against `vocabulary`. Raises ConfigError with every refusal at
-    once; a model that techniques were applied to before is refused, for what they changed in it stays.
+    parameters stay where they are, and it is not held against `vocabulary`. Every rank of `world` calls it. Raises
+    ConfigError with every refusal at once; a model that techniques were applied to before is refused, for what they
+    changed in it stays.
     """
     ledger = job.ledger()
+    assert world.size in (1, job.processes), "alone it stands for one rank of them, in a rehearsal"
     problems = [*refuse(job), *(() if model is None else _composed_before(model))]
     if problems:
         raise ConfigError(problems)
-    device = device or default_device()
+    device = device or world.device or default_device()
     if model is None:
         model = build_model(job, vocabulary, device)
     session = Session(
         job=job,
         ledger=ledger,
         device=device,
+        world=world,
         model=model.train(),
         output=model,
         loss=cross_entropy_sum,
         example=partial(_example, ledger, device),
         lr_at=learning_rate(job),
     )
-    for technique in sorted(job.techniques, key=lambda technique: technique.stage):
+    for technique in sorted(techniques_of(job), key=lambda technique: technique.stage):
         session.applied[technique.name] = technique.apply(session)
         setattr(model, COMPOSED, ", ".join(session.applied))
     optimizer = build_optimizer(

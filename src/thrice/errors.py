@@ -3,6 +3,8 @@
 ThriceError                  1   anything a user can act on
 ├── Diverged                 1   the loss or a gradient is not finite; nothing was updated
 │   └── Spoilt               1   the same, and part of the parameters are updated with it
+├── LostPeer                 1   another process of the run died
+│   └── Stalled              1   another process did not come in time
 ├── UsageError               2   a command or a folder is not usable as asked
 │   └── ConfigError          2   the file or a flag: every problem at once
 ├── Infeasible               3   no legal way to do it on this machine
@@ -32,6 +34,14 @@ class Diverged(ThriceError):
 
 
 class Spoilt(Diverged):
+    pass
+
+
+class LostPeer(ThriceError):
+    pass
+
+
+class Stalled(LostPeer):
     pass
 
 

@@ -81,7 +81,7 @@ def candidates(job: Job) -> list[int]:
     """The sizes that divide what each device gets of a step (of each size of it, where the batch grows), ascending."""
     assert job.global_batch is not None, "checked"
     ramp = job.batch_ramp
-    whole = math.gcd(job.global_batch, ramp.start or 0, ramp.increment or 0) // job.processes
+    whole = math.gcd(job.global_batch, ramp.start or 0, ramp.increment or 0) // job.mesh().data_parallel
     return [size for size in range(1, whole + 1) if whole % size == 0]
 
 

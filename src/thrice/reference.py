@@ -56,9 +56,12 @@ class Reference:
         self.lr_at = learning_rate(job)
         self.steps = self.samples = 0
 
-    def step(self, window: list[Batch], jittered_by: Observed | None = None) -> Observed:
+    def step(
+        self, window: list[Batch], jittered_by: Observed | None = None, before: Callable[[int], None] | None = None
+    ) -> Observed:
         """`window` is the whole global batch in one piece, or the pieces in which dropout draws its masks.
 
+        `before` is called with the index of each piece, before its forward: it may put another random state in place.
         With `jittered_by` the update takes each gradient as far off as it is from the one observed there. What
         rounding does to a parameter hangs on single elements: AdamW turns one whose gradient is near zero into a
         step of either sign, and one comparison may have none of them off.
@@ -66,7 +69,9 @@ class Reference:
         count = sum(int((batch.targets != IGNORE).sum()) for batch in window)
         loss = 0.0
         sample_losses = []
-        for batch in window:
+        for index, batch in enumerate(window):
+            if before is not None:
+                before(index)
             with self.autocast():
                 logits = self.model(batch.inputs)
             wide = logits if logits.dtype is torch.float64 else logits.float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from thrice.runtime.technique import Technique
 from thrice.techniques.attention import Attention
 from thrice.techniques.compile import Compile
+from thrice.techniques.data_parallel import DataParallel
 from thrice.techniques.optimizer_in_backward import OptimizerInBackward
 from thrice.techniques.optimizer_states import OptimizerStates
 from thrice.techniques.precision import Precision
@@ -19,6 +20,7 @@ TECHNIQUES: dict[str, type[Technique]] = {
     Attention.name: Attention,
     VocabularyLoss.name: VocabularyLoss,
     Compile.name: Compile,
+    DataParallel.name: DataParallel,
     OptimizerStates.name: OptimizerStates,
     OptimizerInBackward.name: OptimizerInBackward,
 }

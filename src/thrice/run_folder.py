@@ -1,7 +1,7 @@
 """The folder of a run: job.toml, record.json, metrics.jsonl, checkpoints/ and the tokenizer.
 
 Small files are written whole or not at all; metrics.jsonl grows by a line, and what a checkpoint does not know
-of is dropped on resume. While a run goes on it holds the folder's lock.
+of is dropped on resume. While a run goes on it holds the folder's lock. Of several processes one writes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from thrice.files import truncate_metrics, write_whole
 
 
 class RunFolder:
-    """The folder at `path`, for one run; nothing is made before it is `held`.
+    """The folder at `path`, for one run; nothing is made before it is `held`. Without `writes` it is only read.
 
     Raises UsageError where another run lies there and `resume` is off, DataError where no folder can be made.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool) -> None:
+    def __init__(self, path: str | Path, *, resume: bool, writes: bool = True) -> None:
         self.path = Path(path).expanduser()
         self.checkpoints = self.path / "checkpoints"
         self.rows = 0
         """Rows of metrics.jsonl."""
         self._metrics: BinaryIO | None = None
-        self._resume = resume
-        self._check_unused()
-        check_writable(self.path, "run_dir")
+        self._resume, self._writes = resume, writes
+        if writes:
+            self._check_unused()
+            check_writable(self.path, "run_dir")
 
     def _check_unused(self) -> None:
         if not self._resume and is_used(self.path):
@@ -47,6 +48,9 @@ class RunFolder:
 
         Raises UsageError where another holds it, or began and ended a run there meanwhile; DataError.
         """
+        if not self._writes:
+            yield
+            return
         make(self.path, "run_dir")
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -67,6 +71,9 @@ class RunFolder:
 
     def begin(self, job: str, rows: int) -> None:
         """Writes the job; of metrics.jsonl the first `rows` rows stay. Raises DataError."""
+        self.rows = rows
+        if not self._writes:
+            return
         metrics = self.path / "metrics.jsonl"
         write_whole(self.path / "job.toml", job)
         self.rows = truncate_metrics(metrics, rows)
@@ -77,6 +84,9 @@ class RunFolder:
 
     def log(self, row: dict[str, Any]) -> None:
         """One line of metrics.jsonl, handed to the operating system at once. Raises DataError."""
+        if not self._writes:
+            self.rows += 1
+            return
         assert self._metrics is not None, "only once it has begun"
         line = json.dumps(row).encode() + b"\n"
         try:
@@ -94,7 +104,8 @@ class RunFolder:
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """A JSON file of the run."""
-        write_whole(self.path / name, json.dumps(content, indent=1) + "\n")
+        if self._writes:
+            write_whole(self.path / name, json.dumps(content, indent=1) + "\n")
 
     def measured(self) -> dict[str, Any] | None:
         """What a finished run measured, from its record.json; None where it has not finished."""

@@ -40,12 +40,20 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     Raises Diverged where the loss or a gradient is not finite and no loss scale explains it, DataError where
     the input itself is not finite; nothing was updated then. Raises Spoilt where such a gradient was applied
     already (optimizer in backward).
+
+    Every rank calls it with its own share of the window, as many micro-batches on each; what it returns, and whether
+    it raises, is the same on all.
     """
     optimizer, scaler, progress = session.optimizer, session.scaler, session.progress
     lr = session.lr_at(progress.step, progress.samples)
 
     # the count of the whole window is known before its first backward
-    count = sum(batch.count for batch in window)
+    count, samples = (
+        int(total)
+        for total in session.world.totals(
+            sum(batch.count for batch in window), sum(len(batch.sample_ids) for batch in window)
+        )
+    )
     if count == 0:
         progress.skipped_steps += 1
         return StepResult(taken=False, loss=None, grad_norm=None, lr=lr, tokens=0)
@@ -55,8 +63,9 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     if in_backward is not None:
         in_backward.lr = lr
     divisor = count if scaler is None else count / scaler.scale
-    losses = [_forward_backward(session, batch, divisor) for batch in window]
-    loss = scalar(torch.stack(losses).sum()) / count
+    last = len(window) - 1
+    losses = [_forward_backward(session, batch, divisor, last=i == last) for i, batch in enumerate(window)]
+    loss = session.world.totals(scalar(torch.stack(losses).sum()))[0] / count
 
     # unscale once, then the norm, then clip with it
     parameters = [parameter for parameter in session.model.parameters() if parameter.grad is not None]
@@ -93,32 +102,34 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
 
     # the schedule counts steps that were taken
     progress.step += 1
-    progress.samples += sum(len(batch.sample_ids) for batch in window)
+    progress.samples += samples
     progress.tokens += count
     return StepResult(taken=True, loss=loss, grad_norm=norm, lr=lr, tokens=count)
 
 
-def _forward_backward(session: Session, batch: Batch, divisor: float) -> Tensor:
-    loss_sum = session.loss_sum(batch)
-    # what is applied within backward cannot be taken back
-    if session.in_backward is None or math.isfinite(scalar(loss_sum.detach())):
-        torch.autograd.backward(loss_sum / divisor)
+def _forward_backward(session: Session, batch: Batch, divisor: float, *, last: bool) -> Tensor:
+    with session.micro_batch(last=last):
+        loss_sum = session.watched_loss_sum(batch)
+        # what is applied within backward cannot be taken back
+        if session.in_backward is None or math.isfinite(scalar(loss_sum.detach())):
+            torch.autograd.backward(loss_sum / divisor)
     return loss_sum.detach()
 
 
 def _not_finite(session: Session, window: Sequence[Batch], losses: Sequence[Tensor], norm: float) -> Exception:
-    """Names the samples behind a loss or gradient that is not finite; nothing was updated."""
+    """Names the samples behind a loss or gradient that is not finite, on whichever rank; nothing was updated."""
     step = session.progress.step + 1
-    rows = [(sample, row) for batch in window for sample, row in zip(batch.sample_ids, batch.inputs, strict=True)]
-    spoilt = [sample for sample, row in rows if not bool(row.isfinite().all())]
+    rows = [(sample, row) for batch in window for sample, row in zip(batch.sample_ids, batch.inputs, strict=False)]
+    spoilt = _of_all(session, [sample for sample, row in rows if not bool(row.isfinite().all())])
     if spoilt:
         return DataError(
             f"the data of step {step} holds values that are not finite (samples {_listed(spoilt)}); nothing was "
             "updated\n  clean or drop those samples"
         )
-    bad = [batch for batch, loss in zip(window, losses, strict=True) if not math.isfinite(scalar(loss))]
+    not_finite = [batch for batch, loss in zip(window, losses, strict=True) if not math.isfinite(scalar(loss))]
+    bad = _of_all(session, [sample for batch in not_finite for sample in batch.sample_ids])
     what = "the loss" if bad else f"the gradient (norm {norm})"
-    samples = _listed([sample for batch in bad or window for sample in batch.sample_ids])
+    samples = _listed(bad or _of_all(session, [sample for batch in window for sample in batch.sample_ids]))
     if session.in_backward is not None and not bad:
         return Spoilt(
             f"{what} of step {step} is not finite (samples {samples}), and was applied within backward\n"
@@ -130,6 +141,10 @@ def _not_finite(session: Session, window: Sequence[Batch], losses: Sequence[Tens
     )
 
 
+def _of_all(session: Session, samples: list[int]) -> list[int]:
+    return [sample for of_rank in session.world.gather(samples) for sample in of_rank]
+
+
 def _listed(samples: Sequence[int]) -> str:
     more = f" and {len(samples) - 8} more" if len(samples) > 8 else ""
     return ", ".join(map(str, samples[:8])) + more
@@ -137,10 +152,14 @@ def _listed(samples: Sequence[int]) -> str:
 
 @torch.no_grad()
 def evaluate(session: Session, batches: Iterable[Batch]) -> tuple[float, int]:
-    """(mean loss in nats, targets) over the batches, each counted once; the model's mode comes back."""
+    """(mean loss in nats, targets) over the batches of all ranks, each counted once; the model's mode comes back.
+
+    Every rank calls it with its own batches, however many; what it returns is the same on all.
+    """
     total, count = 0.0, 0
     with evaluating(session.model):
         for batch in batches:
             total += scalar(session.loss_sum(batch))
             count += batch.count
-    return (total / count if count else math.nan), count
+    total, whole = session.world.totals(total, count)
+    return (total / whole if whole else math.nan), int(whole)

@@ -21,6 +21,7 @@ from thrice.model.decoder import generate
 from thrice.observe.trace import Trace, Tracer
 from thrice.run_folder import RunFolder
 from thrice.runtime import memory
+from thrice.runtime.dist import ALONE, World
 from thrice.runtime.interrupt import noted_signals
 from thrice.runtime.session import Session
 from thrice.spec.dump import dump
@@ -45,28 +46,35 @@ class Outcome:
     sample: str
 
 
-def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = print) -> Outcome:
+def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = print, world: World = ALONE) -> Outcome:
     """Runs the job to its end in `job.run_dir`; progress goes to `say`, a line at a time.
+
+    Every rank of `world` calls it; rank 0 alone writes and speaks, and the outcome is the same on all.
 
     `resume` goes on from the folder's latest valid checkpoint, or starts where there is none yet. `trace`
     follows one step's bytes and FLOPs into trace.json. Raises what the parts raise, with every step saved that
     was taken whole; Interrupted after SIGINT or SIGTERM.
     """
-    folder = RunFolder(job.run_dir or "runs/run", resume=resume)
-    data = load_data(job)
-    session = compose(job, vocabulary=data.tokenizer.vocabulary)
-    torch.manual_seed(key(job.seed, "dropout"))
+    world.must_be(job.processes)
+    say = say if world.rank == 0 else _nothing
+    folder = RunFolder(job.run_dir or "runs/run", resume=resume, writes=world.rank == 0)
+    data = load_data_in_turn(job, world)
+    session = compose(job, vocabulary=data.tokenizer.vocabulary, world=world)
+    torch.manual_seed(dropout_seed(job, world.rank))
     with folder.held():  # before a checkpoint is read, which another process might be replacing
+        world.barrier()  # now rank 0 holds it
         rows = None
         if resume:
             rows = checkpoint.resume(session, folder.checkpoints, corpus=data.store.fingerprint, say=say)
-        if session.progress.step >= job.steps() and (measured := folder.measured()) is not None:
+        measured = world.broadcast(folder.measured())
+        if session.progress.step >= job.steps() and measured is not None:
             say(
                 f"resume     the run is finished: {session.progress.step} of {job.steps()} steps, nothing is left to do"
             )
             return Outcome(**measured)
         folder.begin(dump(session.job), rows or 0)
-        data.tokenizer.save(folder.path)
+        if world.rank == 0:
+            data.tokenizer.save(folder.path)
         for line in describe(session, data, folder):
             say(line)
         run = Run(session=session, data=data, folder=folder, say=say, total=job.steps())
@@ -75,11 +83,28 @@ def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = pri
         return run.to_the_end(trace)
 
 
+def load_data_in_turn(job: Job, world: World) -> Data:
+    """`load_data`, rank 0's first: the others find its tokens in the cache."""
+    data = load_data(job) if world.rank == 0 else None
+    world.barrier()
+    return data or load_data(job)
+
+
+def dropout_seed(job: Job, rank: int) -> int:
+    """Of a run's random state: each rank drops others, for its samples are others."""
+    return key(job.seed, "dropout", rank) if rank else key(job.seed, "dropout")
+
+
+def _nothing(line: str) -> None:
+    pass
+
+
 def describe(session: Session, data: Data, folder: RunFolder) -> Iterator[str]:
     """What is about to run, for a person."""
     job, model = session.job, session.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    yield f"model      {job.model} · {parameters:,} parameters on {session.device}"
+    where = f"{session.device}" + (f", in each of {session.world.size} processes" if session.world.size > 1 else "")
+    yield f"model      {job.model} · {parameters:,} parameters on {where}"
     yield (
         f"data       {len(data.store):,} tokens of {data.store.documents:,} documents · "
         f"{len(data.train):,} samples to train on, {len(data.validation):,} held out"
@@ -185,25 +210,31 @@ class Run:
                     self._evaluate()
                 if _due(progress.step, job.checkpoint.every_steps):
                     self.save()
-            if received or progress.step == self.total:
+            # a signal may have reached one rank, or each at another step: all stop after the same
+            number = int(max(session.world.gather(received[0] if received else 0)))
+            if number or progress.step == self.total:
                 self.save()
-            if received:
+            if number:
                 raise Interrupted(
-                    f"{signal.Signals(received[0]).name} after step {progress.step}: the step was finished and saved\n"
+                    f"{signal.Signals(number).name} after step {progress.step}: the step was finished and saved\n"
                     "  --resume goes on from it",
-                    128 + received[0],
+                    128 + number,
                 )
 
     def advance(self, traced: bool = False) -> StepResult:
         """One window: fetched, stepped on (and `traced` into trace.json), logged."""
         progress = self.session.progress
         before = time.perf_counter()
-        window, after = self.data.window(progress.position, self.session.ledger.global_batch_at(progress.samples))
+        world = self.session.world
+        world.arrived(progress.step + progress.skipped_steps)
+        batch = self.session.ledger.global_batch_at(progress.samples)
+        window, after = self.data.window(progress.position, batch, rank=world.rank, ranks=world.size)
         window = [batch.to(self.session.device) for batch in window]
         if traced:
             with Tracer(self.session.model, self.session.optimizer) as tracer:
                 result = self.step(window)
-            self._write_trace(tracer.trace())
+            if world.rank == 0:
+                self._write_trace(tracer.trace())
         else:
             result = self.step(window)
         progress.position = after
@@ -233,15 +264,17 @@ class Run:
 
     def finish(self) -> Outcome:
         self._evaluate()
+        world = self.session.world
         outcome = Outcome(
             run_dir=str(self.folder.path),
             steps=self.session.progress.step,
             loss=self.last.loss if self.last else None,
             validation_loss=self.validation_loss,
             tokens_per_s=self._rate(),
-            peak_bytes=memory.peak_bytes(self.session.device),
-            sample=self._sample(),
+            peak_bytes=int(max(world.gather(memory.peak_bytes(self.session.device)))),
+            sample=self._sample() if world.rank == 0 else "",
         )
+        outcome = world.broadcast(outcome)
         self.folder.write("record.json", self.record(outcome))
         return outcome
 
@@ -262,6 +295,7 @@ class Run:
                     "sha256": store_.fingerprint,
                 },
                 "device": str(session.device),
+                "processes": session.world.size,
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
             },
@@ -317,7 +351,8 @@ class Run:
         if not count:
             return
         ids = np.arange(count) * len(samples) // count  # evenly spread: the first would be a document or two
-        batches = (samples.batch(part).to(session.device) for part in cut(ids, session.ledger.micro_batch))
+        parts = cut(ids, session.ledger.micro_batch, session.world.rank, session.world.size)
+        batches = (samples.batch(part).to(session.device) for part in parts)
         loss, targets = evaluate(session, batches)
         if not math.isfinite(loss):
             raise self._diverged(f"the validation loss is {loss}")

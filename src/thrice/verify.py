@@ -4,7 +4,9 @@ The job runs as composed, beside a reference that knows no technique: one proces
 batch at once, plain torch. What may lie between them is what the job's claim promises (BITWISE: nothing), held
 against a noise floor measured in the same run: for ROUNDING the reference in float64 and over the job's
 micro-batches, for LOWER_PRECISION the reference in the job's precision. Updates are held against the plain optimizer
-on the job's own gradients as well, where nothing but its arithmetic is between them.
+on the job's own gradients as well, where nothing but its arithmetic is between them. Where the job runs in several
+processes, each has its own share of the data, rank 0 has the reference, and every rank's parameters are held against
+rank 0's, to the last bit.
 
 The algorithm is the job's own in both, its optimizer and its batch ramp included: what is proven is that the stack
 computes that algorithm, not that the algorithm is AdamW at a fixed batch.
@@ -12,9 +14,11 @@ computes that algorithm, not that the algorithm is AdamW at a fixed batch.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -25,6 +29,7 @@ from thrice.compose import claim, compose, mathematics
 from thrice.data.batches import Batch, Position, cut
 from thrice.data.load import Data
 from thrice.reference import Observed, Reference, plain_windows
+from thrice.runtime.dist import ALONE, World
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Arithmetic, Claim
 from thrice.spec.dump import dump
@@ -67,20 +72,25 @@ class Subject:
         )
 
 
-def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Session] = compose) -> Certificate:
+def verify(
+    job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Session] = compose, world: World = ALONE
+) -> Certificate:
     """Runs `steps` optimizer steps of the job and of the reference and compares everything they compute.
 
     The last of them is the last window of the epoch, the shorter one where the epoch does not divide. Steps
-    that the loss scaler skips are noted and not counted. Raises what `compose` and `train_step` raise.
+    that the loss scaler skips are noted and not counted. Every rank of `world` calls it and gets the same certificate.
+    Raises what `compose` and `train_step` raise.
     """
+    world.must_be(job.processes)
     promised = claim(job)
-    session = compose(job, vocabulary=data.tokenizer.vocabulary)
+    session = compose(job, vocabulary=data.tokenizer.vocabulary, world=world)
     device = session.device
     subject = Subject(session)
     build = partial(Reference, job, data.tokenizer.vocabulary, device)
+    is_first = world.rank == 0  # the others only take the job's steps
     reference = build(Arithmetic())
-    floors = [build(other) for other in _other_arithmetics(job, promised)]
-    replays = [build(other) for other in [Arithmetic(), *_other_storages(job, promised)]]
+    floors = [build(other) for other in _other_arithmetics(job, promised) if is_first]
+    replays = [build(other) for other in [Arithmetic(), *_other_storages(job, promised)] if is_first]
     rows: list[Row] = []
     draws: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     samples: list[list[int]] = []
@@ -88,26 +98,45 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
     position = Position(epoch=0, offset=0)
     for start, expected_ids in plain_windows(job, len(data.train), steps, samples):
         position = start if start is not None else position
-        window, position = data.window(position, session.ledger.global_batch_at(session.progress.samples))
+        batch = session.ledger.global_batch_at(session.progress.samples)
+        window, position = data.window(position, batch, rank=world.rank, ranks=world.size)
         window = [batch.to(device) for batch in window]
-        got_ids = [i for batch in window for i in batch.sample_ids]
-        torch.manual_seed(key(job.seed, "verify", len(samples)))
+        got_ids = _in_order(world.gather([list(batch.sample_ids) for batch in window]))
+        torch.manual_seed(key(job.seed, "verify", len(samples), world.rank))
         got = subject.step(window)
         if got is None:
             notes.append(f"window {len(samples)}: skipped by the loss scaler, and by the reference")
             continue
         samples.append(expected_ids)
         step = len(samples)
+        apart = _apart(got.parameters, world)
+        if not is_first:
+            if step == steps:
+                break
+            continue
         # the samples of the law, and not what the job's loader made of them
         whole = [data.train.batch(expected_ids).to(device)]
-        parts = cut(np.array(expected_ids), session.ledger.micro_batch)
-        pieces = [data.train.batch(part).to(device) for part in parts]
-        expected = _seeded(job, step - 1, reference, whole if job.decoder.dropout == 0 else pieces)
+        parts = [
+            cut(np.array(expected_ids), session.ledger.micro_batch, rank, world.size) for rank in range(world.size)
+        ]
+        pieces = [[data.train.batch(part).to(device) for part in of_rank] for of_rank in parts]
+        expected = _seeded(job, step - 1, reference, [whole] if job.decoder.dropout == 0 else pieces)
         # floors are taken over micro-batches: each one's gradient is rounded, and sums have that order
         noise = [_seeded(job, step - 1, floor, pieces, expected if floor.is_wide else None) for floor in floors]
         order = f"{got_ids[:8]} for {expected_ids[:8]}"
         rows.append(Row(step=step, kind="sample_ids", deviation=float(got_ids != expected_ids), where=order))
         rows.extend(_compared(step, got, expected, noise))
+        rows.extend(
+            Row(
+                step=step,
+                kind="replica",
+                tensor=f"rank {rank}",
+                deviation=float(differ is not None),
+                where=differ or "",
+            )
+            for rank, differ in enumerate(apart)
+            if rank
+        )
         updated = [replay.replay(got.gradients, len(expected_ids)) for replay in replays]
         rows.extend(_tensors(step, "update", got.parameters, *updated))
         for other in noise:
@@ -117,7 +146,7 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
             break
     if job.decoder.dropout > 0:
         notes.append("dropout is on: the reference takes the same micro-batches, so that it draws the same masks")
-    return Certificate(
+    certificate = Certificate(
         claim=promised.name,
         steps=len(samples),
         samples=samples,
@@ -125,15 +154,42 @@ def verify(job: Job, data: Data, *, steps: int = 4, compose: Callable[..., Sessi
         job=dump(job),
         torch=torch.__version__,
         device=str(device),
-        rows=judged(rows, promised, draws),
+        processes=world.size,
+        rows=judged(rows, promised, draws) if is_first else [],
     )
+    return world.broadcast(certificate)
+
+
+def _in_order(of_ranks: list[list[list[int]]]) -> list[int]:
+    """Sample ids of a window as its ranks have them, in the order of the data: piece j is rank j mod ranks'."""
+    return [sample for round_ in zip_longest(*of_ranks, fillvalue=()) for piece in round_ for sample in piece]
 
 
 def _seeded(
-    job: Job, index: int, reference: Reference, window: list[Batch], jittered_by: Observed | None = None
+    job: Job, index: int, reference: Reference, pieces: list[list[Batch]], jittered_by: Observed | None = None
 ) -> Observed:
-    torch.manual_seed(key(job.seed, "verify", index))
-    return reference.step(window, jittered_by)
+    """A step on the pieces of each rank, each rank's drawing its masks from the state that the rank itself has."""
+    starts = {}
+    for rank, of_rank in enumerate(pieces):
+        if of_rank:
+            starts[sum(map(len, pieces[:rank]))] = rank
+
+    def before(piece: int) -> None:
+        if piece in starts:
+            torch.manual_seed(key(job.seed, "verify", index, starts[piece]))
+
+    return reference.step([batch for of_rank in pieces for batch in of_rank], jittered_by, before)
+
+
+def _apart(parameters: dict[str, Tensor], world: World) -> list[str | None]:
+    """For each rank the first of its parameters whose bits are not rank 0's, None where all are. Collective."""
+    sums = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in parameters.items()}
+    of_ranks = world.gather(sums if world.size > 1 else {})
+    return [next((name for name in own if own[name] != of_ranks[0].get(name)), None) for own in of_ranks]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _other_arithmetics(job: Job, promised: Claim) -> list[Arithmetic]:

@@ -10,7 +10,7 @@ import pytest
 from thrice.errors import ConfigError, Problem
 from thrice.registry import TECHNIQUES as REGISTERED
 from thrice.spec.dump import dump
-from thrice.spec.job import BatchRamp, Checkpoint, Decoder, Evaluation, Job, Optimizer, Schedule, at_least
+from thrice.spec.job import BatchRamp, Checkpoint, Decoder, Evaluation, Job, Launch, Optimizer, Schedule, at_least
 from thrice.spec.load import load, parse_flags, schema
 from thrice.spec.read import starter
 from thrice.spec.synonyms import ADVICE, NOT_YET, SAME
@@ -490,7 +490,11 @@ def some(random: random.Random) -> Job:
     decay = random.choice(["cosine", "linear", "constant", "wsd"])
     warmup_samples = maybe(count())
     micro_batch = count()
-    batch: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum_steps": maybe(count())}
+    batch: dict[str, Any] = {
+        "micro_batch": micro_batch,
+        "grad_accum_steps": maybe(count()),
+        "processes": random.randrange(1, 9),
+    }
     if random.random() < 0.3:
         start, more = micro_batch * random.randrange(1, 9), micro_batch * random.randrange(1, 9)
         batch = {
@@ -511,6 +515,7 @@ def some(random: random.Random) -> Job:
         ),
         checkpoint=Checkpoint(every_steps=maybe(count()), keep_last=count()),
         evaluation=Evaluation(every_steps=maybe(count()), fraction=share(), max_samples=maybe(count())),
+        launch=Launch(timeout_s=positive(), restarts=count()),
         techniques=tuple(technique for technique in chosen if random.random() < 0.5),
         **batch, **{stop: count()},
     )  # fmt: skip
@@ -527,7 +532,7 @@ def test_what_is_written_is_read_back_the_same(seed: int, tmp_path: Path) -> Non
 def test_the_random_jobs_reach_every_field() -> None:
     """Or the test above would prove less than it says."""
     jobs = [some(random.Random(seed)) for seed in range(200)]
-    fixed = {"model", "processes", "decoder.max_positions"}
+    fixed = {"model", "tensor_parallel", "pipeline_parallel", "context_parallel", "decoder.max_positions"}
     for key in schema(TECHNIQUES).hints.keys() - fixed:
         table, _, name = key.rpartition(".")
         if table in TECHNIQUES:

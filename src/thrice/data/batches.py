@@ -93,6 +93,11 @@ class Samples:
             count=int(np.count_nonzero(targets != IGNORE)),
         )
 
+    def nothing(self) -> Batch:
+        """A batch of no sample: one row to run on, and no target in it. It adds exactly 0 to a loss and a gradient."""
+        inputs = torch.zeros(1, self.sequence, dtype=torch.int64)
+        return Batch(inputs=inputs, targets=torch.full_like(inputs, IGNORE), sample_ids=(), count=0)
+
     def _padded(self, wanted: Ids) -> tuple[Ids, Ids]:
         shape = (len(wanted), self.sequence)
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
@@ -228,6 +233,6 @@ class Windows:
         return np.concatenate(blocks)[begin : begin + stop - start], Position(epoch, stop)
 
 
-def cut(ids: Ids, micro_batch: int) -> list[Ids]:
-    """The ids in micro-batches, in order; the last may be shorter."""
-    return [ids[start : start + micro_batch] for start in range(0, len(ids), micro_batch)]
+def cut(ids: Ids, micro_batch: int, rank: int = 0, ranks: int = 1) -> list[Ids]:
+    """The ids in micro-batches, in order; the last may be shorter. A rank's own are every `ranks`-th of them."""
+    return [ids[start : start + micro_batch] for start in range(rank * micro_batch, len(ids), ranks * micro_batch)]

@@ -24,13 +24,18 @@ class Data:
     """Files of the job's folders that are left out."""
     micro_batch: int
 
-    def window(self, position: Position, global_batch: int | None = None) -> tuple[list[Batch], Position]:
-        """The micro-batches of the window at `position`, on the host, and the position after it.
+    def window(
+        self, position: Position, global_batch: int | None = None, *, rank: int = 0, ranks: int = 1
+    ) -> tuple[list[Batch], Position]:
+        """A rank's micro-batches of the window at `position`, on the host, and the position after it.
 
-        `global_batch` is the number of its samples where that is not yet the job's (batch ramp).
+        `global_batch` is the number of its samples where that is not yet the job's (batch ramp). Every rank has as many
+        micro-batches: where a shorter window does not go round, the last ranks get one of no sample.
         """
         ids, after = self.windows.at(position, global_batch)
-        return [self.train.batch(part) for part in cut(ids, self.micro_batch)], after
+        batches = [self.train.batch(part) for part in cut(ids, self.micro_batch, rank, ranks)]
+        rounds = -(-len(ids) // (self.micro_batch * ranks))
+        return batches + [self.train.nothing()] * (rounds - len(batches)), after
 
 
 def load_data(job: Job) -> Data:

@@ -31,7 +31,8 @@ from thrice.train import remarks
 
 def certificate_table(certificate: Certificate) -> None:
     """One line for each kind of quantity: the row that comes nearest to its bound, and the verdict."""
-    table = Table(title=f"claim {certificate.claim} · {certificate.steps} steps on {certificate.device}")
+    processes = f" in {certificate.processes} processes" if certificate.processes > 1 else ""
+    table = Table(title=f"claim {certificate.claim} · {certificate.steps} steps on {certificate.device}{processes}")
     for column in ("compared", "tensors × steps", "worst deviation", "noise floor", "allowed"):
         table.add_column(column)
     table.add_column("where", overflow="fold")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from thrice.data.batches import Batch, Position
 from thrice.optim.in_backward import InBackward
 from thrice.optim.scaler import LossScaler
 from thrice.optim.stored import Rounding, StateFormat
+from thrice.runtime.dist import ALONE, World
 from thrice.spec.job import Job
 from thrice.spec.workload import Ledger
 
@@ -35,6 +37,21 @@ class Progress:
     """Where the next window begins in the data."""
     tokens: int = 0
     """Targets that took part in a step."""
+
+
+class Replicas(Protocol):
+    """How the ranks of a world come to one gradient."""
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the loss over a micro-batch's targets, by a forward whose backward is watched."""
+        ...
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of each micro-batch of a window; collective where it is the `last` one.
+
+        After that every gradient is the sum over all ranks.
+        """
+        ...
 
 
 @dataclass(kw_only=True)
@@ -59,6 +76,10 @@ class Session:
     """How an update is rounded where parameters are stored in bfloat16 (numerics)."""
     states: StateFormat | None = None
     """How the optimizer's states are stored between updates; None in float32 (states)."""
+    world: World = ALONE
+    """The processes that train together; written by `compose`."""
+    replicas: Replicas | None = None
+    """Adds up the gradients of the world's ranks; None where there is one (replicate)."""
     in_backward: InBackward | None = None
     """Updates each parameter, and frees its gradient, within backward (update)."""
     applied: dict[str, str] = field(default_factory=dict)
@@ -67,9 +88,20 @@ class Session:
     _optimizer: torch.optim.Optimizer | None = None
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        """The sum of the loss over a micro-batch's targets, a float32 scalar."""
+        """The sum of the loss over a micro-batch's targets, a float32 scalar; this rank's, and no backward follows."""
         with self.compute():
             return self.loss(self.output(batch.inputs), batch.targets)
+
+    def watched_loss_sum(self, batch: Batch) -> Tensor:
+        """The same, for a backward."""
+        if self.replicas is None:
+            return self.loss_sum(batch)
+        with self.compute():
+            return self.replicas.loss(batch.inputs, batch.targets)
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        """Entered around forward and backward of each micro-batch of a window."""
+        return nullcontext() if self.replicas is None else self.replicas.micro_batch(last=last)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -64,7 +64,7 @@ def save(
     anything is written, for a tensor that cannot be saved.
     """
     folder = Path(folder)
-    target = folder / f"step-{step:08d}"
+    target = path_of(folder, step)
     files = {f"{group}.safetensors": tensorfile.layout(group, named) for group, named in tensors.items()}
     files["state.json"] = [json.dumps(state, indent=1).encode()]
     pieces = [piece for file in files.values() for piece in file]
@@ -91,6 +91,11 @@ def save(
     for path in older[keep_last - 1 :]:
         _discard(path)
     return target
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where in `folder` the checkpoint of `step` is."""
+    return folder / f"step-{step:08d}"
 
 
 def load(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from thrice.errors import ConfigError, Problem
+from thrice.spec.mesh import Mesh, mesh_of
 from thrice.spec.workload import Ledger, Ramp, divide
 
 
@@ -253,6 +254,20 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How processes are started, and how long they wait for one another."""
+
+    timeout_s: float = 600.0
+    """A process that waits for the others longer than this ends the run, and names who did not come."""
+    restarts: int = 0
+    """Times that a run whose process died is started again, from its last checkpoint."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from positive(timeout_s=self.timeout_s)
+        yield from at_least(0, restarts=self.restarts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """Everything that is asked of one training run.
 
@@ -288,6 +303,13 @@ class Job:
     seed: int = 0
     """Of the initial weights, the order of the data and dropout."""
     processes: int = 1
+    """Of the whole run, on all machines; one for each device."""
+    tensor_parallel: int = 1
+    """Processes that share each matrix of the model."""
+    pipeline_parallel: int = 1
+    """Processes that share the model's depth."""
+    context_parallel: int = 1
+    """Processes that share each sequence."""
     run_dir: str | None = None
     """Where the run is kept; runs/NAME with the file's name where not given."""
     log_every: int = 10
@@ -298,6 +320,7 @@ class Job:
     batch_ramp: BatchRamp = field(default_factory=BatchRamp)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    launch: Launch = field(default_factory=Launch)
     techniques: tuple[Any, ...] = ()
     """The settings of each technique that is asked for: instances of the registry's classes."""
 
@@ -316,13 +339,16 @@ class Job:
                 why="this version trains its own decoder only",
                 fix='model = "decoder"',
             )
-        if self.processes > 1:
-            yield Problem(
-                key="processes",
-                value=self.processes,
-                why="this version trains in one process",
-                fix="processes = 1",
-            )
+        degrees = {axis: getattr(self, axis) for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel")}
+        yield from at_least(1, **degrees)
+        for axis, degree in degrees.items():
+            if degree > 1:
+                yield Problem(
+                    key=axis,
+                    value=degree,
+                    why="this version divides the data among processes, and nothing else",
+                    fix=f"{axis} = 1; all processes are data_parallel then",
+                )
         if not self.data:
             yield Problem(key="data", value=self.data, why="no file, folder or pattern is named")
         if self.max_steps is not None and self.max_tokens is not None:
@@ -348,9 +374,10 @@ class Job:
                 why=f'lr_scaling = "{self.lr_scaling}" has to know the batch that lr = {self.lr:g} was found for',
                 fix=f"base_global_batch = {self.global_batch or 32}",
             )
-        given = (self.global_batch, micro_batch, self.grad_accum_steps, self.processes)
+        given = (self.global_batch, micro_batch, self.grad_accum_steps, self.processes, *degrees.values())
         if all(value is None or value >= 1 for value in given):
-            divided = self._divide()
+            mesh = self._mesh()
+            divided = self._divide() if isinstance(mesh, Mesh) else mesh
             if isinstance(divided, Problem):
                 yield divided
             else:
@@ -375,19 +402,20 @@ class Job:
         start, increment = self.batch_ramp.start, self.batch_ramp.increment or self.batch_ramp.start
         if start is None or increment is None or min(start, increment) < 1:
             return
-        unit = self.processes * (1 if self.micro_batch == "auto" else micro_batch)
+        replicas = self.mesh().data_parallel
+        unit = replicas * (1 if self.micro_batch == "auto" else micro_batch)
         uneven = False
         for key, value in (("batch_ramp.start", start), ("batch_ramp.increment", self.batch_ramp.increment)):
             if value is not None and value % unit:
                 uneven = True
                 above = -(-value // unit) * unit
                 whole = f"{key} = {above}, or " if above < global_batch else ""  # no ramp begins at its end
-                smaller = math.gcd(global_batch, start, increment) // self.processes
+                smaller = math.gcd(global_batch, start, increment) // replicas
                 yield Problem(
                     key=key,
                     value=value,
                     why=f"the batch grows in whole micro-batches, of micro_batch {micro_batch} × data_parallel "
-                    f"{self.processes} = {unit} samples",
+                    f"{replicas} = {unit} samples",
                     fix=f"{whole}micro_batch = {smaller} (global_batch = {global_batch}, no grad_accum_steps)",
                 )
         if not uneven and (start >= global_batch or (global_batch - start) % increment):
@@ -410,8 +438,27 @@ class Job:
             global_batch=self.global_batch,
             micro_batch=None if self.micro_batch == "auto" else self.micro_batch,
             grad_accum_steps=self.grad_accum_steps,
-            data_parallel=self.processes,
+            data_parallel=self.mesh().data_parallel,
         )
+
+    def _mesh(self) -> Mesh | Problem:
+        asked: int | Literal["auto"] = next(
+            (part.degree for part in self.techniques if part.name == "data_parallel"), "auto"
+        )
+        return mesh_of(
+            self.processes,
+            data_parallel=asked,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            context_parallel=self.context_parallel,
+        )
+
+    def mesh(self) -> Mesh:
+        """How the processes are arranged. Raises ConfigError where they cannot be."""
+        mesh = self._mesh()
+        if isinstance(mesh, Problem):
+            raise ConfigError([mesh])
+        return mesh
 
     def ledger(self) -> Ledger:
         """How the global batch is cut. The job has passed `check`. Raises ConfigError while micro_batch is open."""
@@ -426,7 +473,7 @@ class Job:
         return Ledger(
             micro_batch=micro_batch,
             grad_accum_steps=grad_accum_steps,
-            data_parallel=self.processes,
+            data_parallel=self.mesh().data_parallel,
             global_batch=global_batch,
             sequence=self.sequence,
             lr=self.peak_lr(global_batch),

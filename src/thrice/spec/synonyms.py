@@ -111,6 +111,17 @@ SAME = {
     "world_size": "processes",
     "num_gpus": "processes",
     "devices": "processes",
+    "data_parallel_size": "data_parallel.degree",
+    "data_parallel_replicate_degree": "data_parallel.degree",
+    "tensor_parallel_degree": "tensor_parallel",
+    "tensor_model_parallel_size": "tensor_parallel",
+    "tp_size": "tensor_parallel",
+    "pipeline_parallel_degree": "pipeline_parallel",
+    "pipeline_model_parallel_size": "pipeline_parallel",
+    "pp_size": "pipeline_parallel",
+    "context_parallel_degree": "context_parallel",
+    "context_parallel_size": "context_parallel",
+    "cp_size": "context_parallel",
     "dataset": "data",
     "train_file": "data",
     "data_path": "data",
@@ -137,6 +148,8 @@ _AMOUNT = "say how long to train with max_steps (optimizer steps) or max_tokens"
 _BETAS = "both of AdamW's decay rates are one key, optimizer.betas = [0.9, 0.95]"
 _RECOMPUTE = 'recompute = "full" recomputes every block; "none" or no key keeps all activations'
 
+_ZERO = "zero_stage = 1 divides the optimizer's states among the processes"
+
 ADVICE = {
     "batch_size": "say micro_batch (samples per device and backward) or global_batch (samples per step)",
     "num_train_epochs": _AMOUNT,
@@ -147,6 +160,11 @@ ADVICE = {
     "rampup_batch_size": "[batch_ramp] start, increment and samples: the global batch of the first step, by how much "
     "it grows, and over how many samples",
     "auto_find_batch_size": 'micro_batch = "auto" takes the largest that fits and pays',
+    "ddp": "processes = 4 is enough: processes without more are replicas of the whole model (data_parallel)",
+    "zero_optimization": _ZERO,
+    "zero": _ZERO,
+    "fsdp": _ZERO,
+    "fsdp_config": _ZERO,
     "torch_compile": 'compile = "blocks" compiles block by block',
     "use_flash_attn": 'attention = "sdpa" takes torch\'s fused kernels, "flash" our blockwise reference',
     "use_liger_kernel": 'vocabulary_loss = "chunked" is the loss that never holds the whole logits in float32',
@@ -181,11 +199,6 @@ ADVICE = {
 """A key of another framework, or of another command, that has no equal here -> what to do."""
 
 NOT_YET = {
-    "zero_stage": ("zero_optimization", "zero"),
-    "data_parallel": ("data_parallel_size", "data_parallel_replicate_degree", "fsdp", "fsdp_config", "ddp"),
-    "tensor_parallel": ("tensor_parallel_degree", "tensor_model_parallel_size", "tp_size"),
-    "pipeline_parallel": ("pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size"),
-    "context_parallel": ("context_parallel_degree", "context_parallel_size", "cp_size"),
     "offload": ("offload_optimizer", "offload_param", "cpu_offload"),
 }
 """thrice's keys that this version does not have -> other names for the same thing."""

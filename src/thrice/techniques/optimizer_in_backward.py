@@ -48,6 +48,13 @@ class OptimizerInBackward:
                 fix='optimizer.clip = "none", or leave optimizer_in_backward out',
             )
         ledger = job.ledger()
+        if ledger.data_parallel > 1:
+            yield Problem(
+                key="optimizer_in_backward",
+                value=True,
+                why=f"a gradient is whole when {ledger.data_parallel} processes have added up theirs, after backward",
+                fix="processes = 1, or leave optimizer_in_backward out",
+            )
         yield from no_ramp(job, self.name, self.name)
         if ledger.ramp is None and ledger.grad_accum_steps > 1:
             yield Problem(

@@ -75,7 +75,8 @@ class VocabularyLoss:
         chunked = partial(_chunked, layer, chunk_tokens)
         line = f"logits of {chunk_tokens} tokens at a time"
         if self.mode == "auto":
-            whole, why = _whole_is_better(session, layer, taken, chunked)
+            # rank 0's, so that all take the same: each measures, and they might differ
+            whole, why = session.world.broadcast(_whole_is_better(session, layer, taken, chunked))
             # the run's own file names what was chosen: timed again, a run that goes on might choose otherwise
             chosen = replace(self, mode="whole", chunk_tokens=None) if whole else replace(self, mode="chunked")
             others = (chosen if part is self else part for part in session.job.techniques)
