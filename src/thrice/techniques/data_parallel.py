@@ -68,11 +68,13 @@ class DataParallel:
             session.replicas = AfterBackward(session, self.bucket_bytes)
             said += "; float32 gradients of bfloat16 parameters are exchanged after backward"
         else:
-            session.replicas = InBackward(session, self.bucket_bytes, unused=bool(unused))
+            session.replicas = InBackward(session, self.bucket_bytes, unused=unused != [])
             said += (
                 f", gradients exchanged within the last backward of a step, in buckets of {self.bucket_bytes:,} bytes"
             )
-        if unused:
+        if unused is None:
+            said += "; which parameters a step does not use is looked for in each"
+        elif unused:
             said += f"; unused in forward, and so not trained: {', '.join(unused)}"
         return said
 
@@ -98,7 +100,7 @@ class Forward(nn.Module):
 
 
 class InBackward:
-    """DDP around the session's forward and loss; `unused` where some parameter has no part in them."""
+    """DDP around the session's forward and loss; `unused` where some parameter may have no part in them."""
 
     def __init__(self, session: Session, bucket_bytes: int, *, unused: bool) -> None:
         forward = Forward(session)
@@ -186,9 +188,11 @@ def _share_weights(model: nn.Module, world: World) -> None:
             dist.broadcast(tensor, 0)
 
 
-def _unused(session: Session) -> list[str]:
-    """Trainable parameters that a micro-batch leaves without a gradient, found on fake tensors."""
+def _unused(session: Session) -> list[str] | None:
+    """Trainable parameters that a micro-batch leaves without a gradient, found on fake tensors, or None."""
     with torch.random.fork_rng(devices=[]), faked(session.model):
-        batch = session.example()
-        torch.autograd.backward(session.loss_sum(batch))
+        try:
+            torch.autograd.backward(session.loss_sum(session.example()))
+        except Exception:  # a caller's model may take other inputs than a job's tokens
+            return None
         return [n for n, p in session.model.named_parameters() if p.requires_grad and p.grad is None]
