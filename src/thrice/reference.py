@@ -48,6 +48,7 @@ class Reference:
         plain = replace(job.optimizer, implementation="auto")
         self.optimizer = build_optimizer(self.model, plain, lr=job.lr, seed=job.seed)
         self.states = arithmetic.states
+        self.reduced = arithmetic.reduced
         self.is_wide = arithmetic.stored is torch.float64
         self.autocast: Callable[[], AbstractContextManager[object]] = (
             nullcontext if arithmetic.computed is None else partial(torch.autocast, device.type, arithmetic.computed)
@@ -57,31 +58,42 @@ class Reference:
         self.steps = self.samples = 0
 
     def step(
-        self, window: list[Batch], jittered_by: Observed | None = None, before: Callable[[int], None] | None = None
+        self,
+        ranks: list[list[Batch]],
+        jittered_by: Observed | None = None,
+        before: Callable[[int], None] = lambda rank: None,
     ) -> Observed:
-        """`window` is the whole global batch in one piece, or the pieces in which dropout draws its masks.
+        """`ranks` has the pieces of each rank in which dropout draws its masks, or the whole global batch as one.
 
-        `before` is called with the index of each piece, before its forward: it may put another random state in place.
+        `before` is called with each rank before its pieces: it puts that rank's random state in place.
         With `jittered_by` the update takes each gradient as far off as it is from the one observed there. What
         rounding does to a parameter hangs on single elements: AdamW turns one whose gradient is near zero into a
         step of either sign, and one comparison may have none of them off.
         """
+        window = [batch for pieces in ranks for batch in pieces]
         count = sum(int((batch.targets != IGNORE).sum()) for batch in window)
         loss = 0.0
         sample_losses = []
-        for index, batch in enumerate(window):
-            if before is not None:
-                before(index)
-            with self.autocast():
-                logits = self.model(batch.inputs)
-            wide = logits if logits.dtype is torch.float64 else logits.float()
-            loss_sum = nn.functional.cross_entropy(
-                wide.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
-            )
-            torch.autograd.backward(loss_sum / (count / self.loss_scale))
-            loss += loss_sum.item()
-            sample_losses.append(_by_sample(wide.detach(), batch.targets))
         named = dict(self.model.named_parameters())
+        arrived: list[dict[str, Tensor]] = []
+        for rank, pieces in enumerate(ranks):
+            before(rank)
+            for batch in pieces:
+                with self.autocast():
+                    logits = self.model(batch.inputs)
+                wide = logits if logits.dtype is torch.float64 else logits.float()
+                loss_sum = nn.functional.cross_entropy(
+                    wide.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+                )
+                torch.autograd.backward(loss_sum / (count / self.loss_scale))
+                loss += loss_sum.item()
+                sample_losses.append(_by_sample(wide.detach(), batch.targets))
+            if self.reduced is not None:  # each rank's gradient travels in it, and is added up in it
+                arrived.append({n: p.grad.to(self.reduced) for n, p in named.items() if p.grad is not None})
+                self.optimizer.zero_grad()
+        for name, parameter in named.items():
+            if own := [of_rank[name] for of_rank in arrived if name in of_rank]:
+                parameter.grad = sum(own[1:], start=own[0]).to(parameter.grad_dtype or parameter.dtype)
         for parameter in named.values():
             if parameter.grad is not None and self.loss_scale != 1.0:
                 parameter.grad /= self.loss_scale

@@ -102,7 +102,7 @@ def verify(
         window, position = data.window(position, batch, rank=world.rank, ranks=world.size)
         window = [batch.to(device) for batch in window]
         got_ids = _in_order(world.gather([list(batch.sample_ids) for batch in window]))
-        torch.manual_seed(key(job.seed, "verify", len(samples), world.rank))
+        _seed(job, len(samples), world.rank)
         got = subject.step(window)
         if got is None:
             notes.append(f"window {len(samples)}: skipped by the loss scaler, and by the reference")
@@ -169,16 +169,11 @@ def _seeded(
     job: Job, index: int, reference: Reference, pieces: list[list[Batch]], jittered_by: Observed | None = None
 ) -> Observed:
     """A step on the pieces of each rank, each rank's drawing its masks from the state that the rank itself has."""
-    starts = {}
-    for rank, of_rank in enumerate(pieces):
-        if of_rank:
-            starts[sum(map(len, pieces[:rank]))] = rank
+    return reference.step(pieces, jittered_by, lambda rank: _seed(job, index, rank))
 
-    def before(piece: int) -> None:
-        if piece in starts:
-            torch.manual_seed(key(job.seed, "verify", index, starts[piece]))
 
-    return reference.step([batch for of_rank in pieces for batch in of_rank], jittered_by, before)
+def _seed(job: Job, index: int, rank: int) -> None:
+    torch.manual_seed(key(job.seed, "verify", index, rank))
 
 
 def _apart(parameters: dict[str, Tensor], world: World) -> list[str | None]:
@@ -199,7 +194,7 @@ def _other_arithmetics(job: Job, promised: Claim) -> list[Arithmetic]:
     wide, low = Arithmetic(stored=torch.float64), arithmetic(job)
     # in float32 throughout, or but for stored states, what rounds is the order of sums: seen against float64, and
     # over the job's micro-batches against the whole batch
-    in_float32 = low.stored is torch.float32 and low.computed is None
+    in_float32 = low.stored is torch.float32 and low.computed is None and low.reduced is None
     return [wide, low] if in_float32 else [low]
 
 
@@ -220,6 +215,7 @@ def arithmetic(job: Job) -> Arithmetic:
         stored=next((part.stored for part in parts if part.stored is not plain.stored), plain.stored),
         computed=next((part.computed for part in parts if part.computed is not None), None),
         states=next((part.states for part in parts if part.states is not None), None),
+        reduced=next((part.reduced for part in parts if part.reduced is not None), None),
     )
 
 

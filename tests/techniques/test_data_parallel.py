@@ -87,16 +87,16 @@ def test_a_window_without_any_target_takes_no_step(workers) -> None:
         assert results == [StepResult(taken=False, loss=None, grad_norm=None, lr=0.1, tokens=0)]
 
 
-def counted(world: World, asked: Job, batches: list[Batch], bucket_bytes: int) -> tuple[list[int], int]:
+def counted(world: World, asked: Job, batches: list[Batch], technique: DataParallel) -> tuple[list[int], int]:
     """(bytes of each all-reduce of gradients within a step, bytes of all gradients)."""
-    asked = replace(asked, techniques=(DataParallel(bucket_bytes=bucket_bytes),))
+    asked = replace(asked, techniques=(technique,))
     session = compose(asked, vocabulary=VOCABULARY, world=world)
     train_step(session, dealt(batches, world))  # DDP orders its buckets anew after the first backward
     sent: list[int] = []
     reduce = dist.all_reduce
 
     def watched(tensor: Tensor, *rest: object, **options: object) -> object:
-        if tensor.dtype is torch.float32:  # counts and losses are float64
+        if tensor.dtype is not torch.float64:  # counts and losses are float64
             sent.append(tensor.nbytes)
         return reduce(tensor, *rest, **options)
 
@@ -109,11 +109,25 @@ def counted(world: World, asked: Job, batches: list[Batch], bucket_bytes: int) -
 
 
 @pytest.mark.parametrize("bucket_bytes", [25 << 20, 20_000])
-def test_one_reduction_a_window(bucket_bytes: int, workers) -> None:
+@pytest.mark.parametrize(("compression", "share"), [("none", 1.0), ("bf16", 0.5)])
+def test_one_reduction_a_window(compression, share: float, bucket_bytes: int, workers) -> None:
     """accelerate#1726: no-sync around backward alone still communicates. Four micro-batches on each of two ranks."""
-    for sent, whole in workers(2).call(counted, job(processes=2, global_batch=8), window(*[16] * 8), bucket_bytes):
-        assert sum(sent) == whole, "each gradient once: 4 bytes a parameter, whatever the number of micro-batches"
+    technique = DataParallel(bucket_bytes=bucket_bytes, compression=compression)
+    for sent, whole in workers(2).call(counted, job(processes=2, global_batch=8), window(*[16] * 8), technique):
+        assert sum(sent) == share * whole, (
+            "each gradient once: 4 bytes a parameter, whatever the number of micro-batches"
+        )
         assert (len(sent) == 1) == (bucket_bytes > whole)
+
+
+def test_what_travels_in_bf16_is_rounded_so_and_no_more(workers) -> None:
+    asked = job(processes=2, techniques=(DataParallel(compression="bf16"),))
+    windows = [window(2, 6, 16, 1)]
+    (right,) = plain(asked, windows)
+    for _, (got,), _ in workers(2).call(stepped, asked, windows):
+        assert any(not torch.equal(got[name], right[name]) for name in right)
+        for name, gradient in right.items():  # two summands and their sum, of 8 bits each
+            torch.testing.assert_close(got[name], gradient, rtol=2**-7, atol=2**-8 * float(gradient.abs().max()))
 
 
 def overflowed(world: World, asked: Job):

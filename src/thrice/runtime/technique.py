@@ -45,6 +45,8 @@ class Arithmetic:
     """Autocast's dtype; None where compute is in the parameters' own."""
     states: StateFormat | None = None
     """Of the optimizer's states between updates; None is float32."""
+    reduced: torch.dtype | None = None
+    """Of gradients on their way between ranks; None is their own."""
 
 
 class Stage(IntEnum):

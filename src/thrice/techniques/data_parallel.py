@@ -2,7 +2,8 @@
 
 torch's DistributedDataParallel (Li et al., arXiv:2006.15704): gradients lie in buckets, and a bucket's all-reduce runs
 while backward goes on; the micro-batches of a window before its last exchange nothing. Gradients are *summed*: the loss
-is divided by the targets of the whole window on all ranks, so that ranks with more targets count for more.
+is divided by the targets of the whole window on all ranks, so that ranks with more targets count for more. With
+`compression` they travel in bfloat16, in half the bytes and with its rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from thrice.errors import Problem, ThriceError
 from thrice.runtime.dist import World
 from thrice.runtime.fakes import faked
 from thrice.runtime.session import Session
-from thrice.runtime.technique import Claim, Slot, Stage
+from thrice.runtime.technique import Arithmetic, Claim, Slot, Stage
 from thrice.spec.job import Job, at_least, positive
 
 MIB = 1 << 20
@@ -39,10 +40,13 @@ class DataParallel:
     """Replicas; "auto" is what the other degrees leave of `processes`."""
     bucket_bytes: int = 25 * MIB
     """Of gradients that travel together: more is less latency, less is more overlap with backward."""
+    compression: Literal["none", "bf16"] = "none"
+    """What gradients are cast to on their way."""
 
     @classmethod
     def examples(cls) -> Iterable[Self]:
         yield cls()
+        yield cls(compression="bf16")
 
     def check(self) -> Iterator[Problem]:
         if self.degree != "auto":
@@ -63,15 +67,18 @@ class DataParallel:
             )
         _share_weights(session.model, world)
         unused = _unused(session)
+        sent = torch.bfloat16 if self.compression == "bf16" else None
         said = f"{world.size} replicas"
         if any(_is_wider(parameter) for parameter in session.model.parameters()):
-            session.replicas = AfterBackward(session, self.bucket_bytes)
+            session.replicas = AfterBackward(session, self.bucket_bytes, sent)
             said += "; float32 gradients of bfloat16 parameters are exchanged after backward"
         else:
-            session.replicas = InBackward(session, self.bucket_bytes, unused=unused != [])
+            session.replicas = InBackward(session, self.bucket_bytes, sent, unused=unused != [])
             said += (
                 f", gradients exchanged within the last backward of a step, in buckets of {self.bucket_bytes:,} bytes"
             )
+        if sent is not None:
+            said += "; sent in bfloat16"
         if unused is None:
             said += "; which parameters a step does not use is looked for in each"
         elif unused:
@@ -79,10 +86,10 @@ class DataParallel:
         return said
 
     def claim(self) -> Claim:
-        return Claim.ROUNDING
+        return Claim.ROUNDING if self.compression == "none" else Claim.LOWER_PRECISION
 
-    def arithmetic(self) -> None:
-        return None
+    def arithmetic(self) -> Arithmetic | None:
+        return None if self.compression == "none" else Arithmetic(reduced=torch.bfloat16)
 
 
 class Forward(nn.Module):
@@ -102,7 +109,7 @@ class Forward(nn.Module):
 class InBackward:
     """DDP around the session's forward and loss; `unused` where some parameter may have no part in them."""
 
-    def __init__(self, session: Session, bucket_bytes: int, *, unused: bool) -> None:
+    def __init__(self, session: Session, bucket_bytes: int, sent: torch.dtype | None, *, unused: bool) -> None:
         forward = Forward(session)
         # weights and buffers were shared once; sent again before each forward, buffers would cost and change nothing
         buffers = [name for name, _ in forward.named_buffers()]
@@ -115,7 +122,7 @@ class InBackward:
             init_sync=False,
         )
         self._ddp.register_comm_hook(None, lambda _, bucket: self._summed(bucket))
-        self._rank, self._is_complete = session.world.rank, False
+        self._rank, self._sent, self._is_complete = session.world.rank, sent, False
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss_sum: Tensor = self._ddp(inputs, targets)
@@ -135,17 +142,19 @@ class InBackward:
 
     def _summed(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self._is_complete |= bucket.is_last()
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        total = bucket.buffer()
+        moving = total if self._sent is None else total.to(self._sent)
+        work = dist.all_reduce(moving, async_op=True)
         assert work is not None
         future: torch.futures.Future[list[Tensor]] = work.get_future()
-        return future.then(lambda done: done.value()[0])
+        return future.then(lambda done: total if moving is total else total.copy_(moving))
 
 
 class AfterBackward:
     """Gradients added up when backward is through: for those wider than their parameters DDP has no buckets."""
 
-    def __init__(self, session: Session, bucket_bytes: int) -> None:
-        self._session, self._bucket_bytes = session, bucket_bytes
+    def __init__(self, session: Session, bucket_bytes: int, sent: torch.dtype | None) -> None:
+        self._session, self._bucket_bytes, self._sent = session, bucket_bytes, sent
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self._session.loss(self._session.output(inputs), targets)
@@ -158,7 +167,8 @@ class AfterBackward:
         yield
         gradients = [parameter.grad for parameter in self._session.model.parameters() if parameter.grad is not None]
         for bucket in buckets(gradients, self._bucket_bytes):
-            flat = self._session.world.sum_(torch.cat([gradient.flatten() for gradient in bucket]))
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            flat = self._session.world.sum_(flat if self._sent is None else flat.to(self._sent))
             start = 0
             for gradient in bucket:
                 gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
