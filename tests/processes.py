@@ -51,12 +51,15 @@ class Workers:
         outcomes = [_received(pipe) for pipe in self._pipes]
         failed = [(rank, error, text) for rank, (error, text) in enumerate(outcomes) if error is not None]
         if failed:  # a group that was left in the midst of a collective is of no more use
-            self.close()
-            self._start()
+            self.restart()
             rank, error, text = min(failed, key=lambda one: (type(one[1]).__name__ in ("LostPeer", "Stalled"), one[0]))
             error.add_note(f"on rank {rank}:\n{text}")
             raise error
         return [value for _, value in outcomes]
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
 
     def close(self) -> None:
         for process in self._processes:
