@@ -16,6 +16,7 @@ SOURCE = Path(thrice.__file__).parent
 
 FLOORS = {
     "errors": 0,
+    "worker": 1,
     "spec": 1,
     "files": 1,
     "model": 2,
@@ -40,6 +41,8 @@ FLOORS = {
     "micro_batch": 7,
     "diagnose": 7,
     "child": 7,
+    "launch": 7,
+    "cluster": 7,
     "curves": 7,
     "verdict": 7,
     "experiment": 7,

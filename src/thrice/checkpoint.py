@@ -49,7 +49,7 @@ def save(session: Session, folder: Path, *, corpus: str, metrics_rows: int) -> P
     }
     tensors = {
         "weights": dict(session.model.named_parameters()) | dict(_buffers(session.model)),
-        "optimizer": dict(_optimizer_tensors(session)),
+        "optimizer": _optimizer_tensors(session),
         "random": {_of_rank(name, rank): each for rank, own in enumerate(random) for name, each in own.items()},
     }
     if session.world.rank:
@@ -124,23 +124,33 @@ def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def _optimizer_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in session.model.named_parameters():
-        for key, value in session.optimizer.state.get(parameter, {}).items():
-            yield f"{name}:{key}", value
+def _optimizer_tensors(session: Session) -> dict[str, Tensor]:
+    """Of whole parameters on rank 0, however ranks divide them: any number of ranks can go on from it. Collective."""
+    return session.whole(
+        {
+            f"{name}:{key}": value
+            for name, tensor in session.trained()
+            for key, value in session.optimizer.state.get(tensor, {}).items()
+        }
+    )
 
 
 def _restore_optimizer(session: Session, saved: dict[str, Tensor]) -> None:
     # not load_state_dict: it casts states to their parameter's dtype, and float32 moments of a bfloat16
     # parameter would lose their bits
-    parameters = dict(session.model.named_parameters())
+    trained = dict(session.trained())
+    pieces = {} if session.shards is None else session.shards.share.pieces
     fused = session.optimizer.defaults.get("fused")
     session.optimizer.state.clear()
     for name, tensor in saved.items():
         parameter, _, key = name.rpartition(":")
+        if pieces and parameter not in trained:  # it is another rank's
+            continue
+        target = trained[parameter]
         # torch counts steps on the host, but for its fused kernels and ours
         home = torch.device("cpu") if key == "step" and fused is False else session.device
-        session.optimizer.state[parameters[parameter]][key] = tensor.to(home)
+        own = pieces[target].of(key, tensor) if target in pieces else tensor
+        session.optimizer.state[target][key] = own.to(home)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from thrice.errors import Interrupted, ThriceError, UsageError, VerificationFailed
+from thrice import worker
+from thrice.errors import ConfigError, Interrupted, LostPeer, ThriceError, UsageError, VerificationFailed, unforeseen
 from thrice.spec.load import parse_flags, schema
 from thrice.spec.read import starter
+
+if TYPE_CHECKING:
+    from thrice.certificate import Certificate
+    from thrice.runtime.dist import World
+    from thrice.spec.job import Job
+
+T = TypeVar("T")
 
 HELP = """\
 thrice: train large models on the hardware you have, with proof that it is the same training
@@ -36,7 +47,12 @@ thrice: train large models on the hardware you have, with proof that it is the s
       --skip-refused                      leave out combinations that cannot be, with their reasons
       --resume                            reuse the runs that are done, go on with the others
       --dry-run                           check and list the runs, and start none
+  thrice launch [FILE] --emit KIND        print the job file that trains FILE on several machines; KIND is slurm,
+                                          kubernetes or skypilot
+      --nodes M                           machines (default 1), each with its share of the processes
   thrice init [FILE]                      write a commented starter file (default thrice.toml)
+
+  With processes = N, train and verify start N processes here, or join those of torchrun or srun (docs/processes.md).
 
   --KEY VALUE   any key of the file: --max_steps 30, --max-steps 30, --precision bf16, --decoder.layers 6
   --json        machine-readable output (verify, compare, and train with --dry-run)
@@ -51,6 +67,7 @@ SWITCHES = {
     "train": {"--resume", "--dry-run", "--print-config", "--trace", "--json", "--debug"},
     "verify": {"--json", "--debug"},
     "compare": {"--resume", "--skip-refused", "--dry-run", "--json", "--debug"},
+    "launch": {"--debug"},
     "init": {"--debug"},
 }
 
@@ -60,6 +77,9 @@ COMPARE_FLAGS = ("vary", "seeds", "out")
 SPIN_COUNT = "20000"
 """How long a thread of a parallel region spins before it sleeps. OpenMP's own 15 times as long makes training several
 times slower as soon as another program wants one of the cores (docs/log.md)."""
+
+HEARD_FIRST_S = 2.0
+"""How long a process waits with what others say as well: a launcher ends it meanwhile, once one has ended."""
 
 PIPE_CLOSED = 141
 """128 + SIGPIPE: what a shell reports of a program whose reader has gone."""
@@ -84,11 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        unforeseen = (
-            f"{type(error).__name__}: {error}\n  at {where.filename}:{where.lineno}; --debug shows how it came there"
-        )
-        return _failed(ThriceError(unforeseen), arguments, error)
+        return _failed(unforeseen(error), arguments, error)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -107,11 +123,13 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "init":
         _init(file, rest)
     elif command == "verify":
-        _verify(file, parse_flags(rest), switches)
+        _verify(file, parse_flags(rest), switches, arguments)
     elif command == "compare":
         _compare(file, parse_flags(rest), switches)
+    elif command == "launch":
+        _launch(file, parse_flags(rest))
     else:
-        _train(file, parse_flags(rest), switches)
+        _train(file, parse_flags(rest), switches, arguments)
     return 0
 
 
@@ -151,7 +169,7 @@ def _sorted_out(command: str, words: list[str]) -> tuple[str | None, list[str], 
     return file, rest, switches
 
 
-def _train(file: str | None, overrides: list[tuple[str, str]], switches: set[str]) -> None:
+def _train(file: str | None, overrides: list[tuple[str, str]], switches: set[str], arguments: list[str]) -> None:
     from thrice.job_file import load_job
     from thrice.spec.dump import dump
 
@@ -166,18 +184,18 @@ def _train(file: str | None, overrides: list[tuple[str, str]], switches: set[str
     if file is None and resume:
         file = _job_of_run(overrides)
     job = load_job(file, overrides)
+    if switches & {"--dry-run", "--print-config"} and worker.ranks()[0]:
+        return  # that needs no processes, and rank 0 has answered
     if "--print-config" in switches:
         print(dump(job), end="")
         return
     from thrice.micro_batch import settled
 
-    dry = "--dry-run" in switches
-    job = settled(
-        job, saved=_saved_job(job.run_dir) if resume else None, measure=not dry, say=_say_aside if dry else _say
-    )
-    if dry:
+    saved = _saved_job(job.run_dir) if resume else None
+    if "--dry-run" in switches:
         from thrice.report.terminal import as_json, dry_run, dry_run_dict, dry_run_lines
 
+        job = settled(job, saved=saved, measure=False, say=_say_aside)
         found = dry_run(job)
         print(as_json(dry_run_dict(found)) if "--json" in switches else "\n".join(dry_run_lines(found)))
         return
@@ -185,29 +203,102 @@ def _train(file: str | None, overrides: list[tuple[str, str]], switches: set[str
     from thrice.report.terminal import printable
     from thrice.train import train
 
-    outcome = explained(job, lambda: train(job, resume=resume, trace="--trace" in switches, say=_say), resuming=resume)
-    validation = "none held out" if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}"
-    print(f"\ndone       {outcome.steps} steps · validation loss {validation} · {outcome.run_dir}")
-    print(f"\na sample of what it writes:\n{printable(outcome.sample)}")
+    def act(world: World) -> None:
+        chosen = _by_rank_0(world, lambda: settled(job, saved=saved, say=_say))
+        trace = "--trace" in switches
+        outcome = explained(
+            chosen, lambda: train(chosen, resume=resume, trace=trace, say=_say, world=world), resuming=resume
+        )
+        if world.rank == 0:
+            validation = "none held out" if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}"
+            print(f"\ndone       {outcome.steps} steps · validation loss {validation} · {outcome.run_dir}")
+            print(f"\na sample of what it writes:\n{printable(outcome.sample)}")
+
+    _in_processes(job, arguments, act)
 
 
-def _verify(file: str | None, overrides: list[tuple[str, str]], switches: set[str]) -> None:
-    from thrice.data.load import load_data
+def _in_processes(job: Job, arguments: list[str], act: Callable[[World], None]) -> None:
+    """Calls `act` with the world of the job's processes: joined where a launcher has started them, or started here.
+
+    Those that are started here run this same command again, and come back here.
+    """
+    from thrice.compose import refuse
+    from thrice.runtime.dist import joined, place
+
+    here = place()
+    if here is None and job.processes > 1:
+        from thrice.launch import launch
+
+        # what can be known is said before any process starts; an open micro_batch is rank 0's to choose
+        if job.micro_batch != "auto" and (problems := list(refuse(job))):
+            raise ConfigError(problems)
+        launch(arguments, job, say=_say_aside)
+        return
+    rank = 0 if here is None else here.rank
+    worker.begin(rank)
+
+    def failed(error: Exception) -> None:
+        worker.note(rank, error if isinstance(error, ThriceError) else unforeseen(error))
+
+    with joined(job.processes, timeout_s=job.launch.timeout_s, here=here, failed=failed) as world:
+        world.agree(job)
+        act(world)
+
+
+def _by_rank_0(world: World, act: Callable[[], T]) -> T:
+    """What `act` returns on rank 0, on every rank. What it raises there ends the others too, which wait for it."""
+    value: T | None = None
+    failed: ThriceError | None = None
+    if world.rank == 0:
+        try:
+            value = act()
+        except ThriceError as error:
+            failed = error
+    if failed is not None:
+        world.broadcast((None, (str(failed), failed.exit_code)))
+        raise failed
+    value, told = world.broadcast((value, None))
+    if told is not None:
+        raise worker.Told(*told)
+    assert value is not None
+    return value
+
+
+def _verify(file: str | None, overrides: list[tuple[str, str]], switches: set[str], arguments: list[str]) -> None:
     from thrice.diagnose import explained
     from thrice.job_file import load_job
     from thrice.micro_batch import settled
-    from thrice.report.terminal import as_json, certificate_table
+    from thrice.train import load_data_in_turn
     from thrice.verify import verify
 
     given = [value for key, value in overrides if key == "steps"] or ["4"]
     if not given[-1].isdecimal() or int(given[-1]) < 1:
         raise UsageError(f"--steps {given[-1]}: a whole number of optimizer steps is wanted, 1 or more")
-    job = settled(load_job(file, [pair for pair in overrides if pair[0] != "steps"]), say=_say_aside)
-    certificate = explained(job, lambda: verify(job, load_data(job), steps=int(given[-1])))
-    if "--json" in switches:
-        print(as_json(certificate.as_dict()))
-    else:
+    job = load_job(file, [pair for pair in overrides if pair[0] != "steps"])
+
+    def act(world: World) -> None:
+        chosen = _by_rank_0(world, lambda: settled(job, say=_say_aside))
+        data = load_data_in_turn(chosen, world)
+        certificate = explained(chosen, lambda: verify(chosen, data, steps=int(given[-1]), world=world))
+        _shown(certificate, is_json="--json" in switches, speaks=world.rank == 0)
+        world.barrier()  # a launcher ends rank 0 once another has failed
+        _must_hold(certificate)
+        if world.rank == 0 and "--json" not in switches:
+            print(f"verified: {certificate.claim} holds over {certificate.steps} steps")
+
+    _in_processes(job, arguments, act)
+
+
+def _shown(certificate: Certificate, *, is_json: bool, speaks: bool) -> None:
+    from thrice.report.terminal import as_json, certificate_table
+
+    if speaks and is_json:
+        print(as_json(certificate.as_dict()), flush=True)
+    elif speaks:
         certificate_table(certificate)
+
+
+def _must_hold(certificate: Certificate) -> None:
     first = certificate.first_difference
     if first is not None:
         raise VerificationFailed(
@@ -215,8 +306,6 @@ def _verify(file: str | None, overrides: list[tuple[str, str]], switches: set[st
             f"  first difference: step {first.step}, {first.kind} {first.tensor}: deviation {first.deviation:.3e}, "
             f"allowed {first.allowed:.3e}\n  at {first.where}"
         )
-    if "--json" not in switches:
-        print(f"verified: {certificate.claim} holds over {certificate.steps} steps")
 
 
 def _compare(file: str | None, flags: list[tuple[str, str]], switches: set[str]) -> None:
@@ -226,7 +315,10 @@ def _compare(file: str | None, flags: list[tuple[str, str]], switches: set[str])
     from thrice.report.comparison import comparison_dict, comparison_table, plan_dict, plan_lines
     from thrice.report.html import page
     from thrice.report.terminal import as_json
+    from thrice.runtime.dist import place
 
+    if place() is not None:
+        raise UsageError("compare starts the processes of each run itself\n  start it without torchrun or srun")
     known = schema(KNOWN).hints
     for key, _ in flags:
         near = get_close_matches(key, COMPARE_FLAGS, n=1, cutoff=0.8)
@@ -259,6 +351,25 @@ def _compare(file: str | None, flags: list[tuple[str, str]], switches: set[str])
             f"{len(failed)} of {runs} runs failed; the others are kept and compared\n"
             "  what each printed is in its .log; --resume tries the failed ones again"
         )
+
+
+def _launch(file: str | None, flags: list[tuple[str, str]]) -> None:
+    from thrice.cluster import KINDS, emit
+    from thrice.compose import refuse
+    from thrice.job_file import load_job
+
+    own = dict(pair for pair in flags if pair[0] in ("emit", "nodes"))
+    overrides = [pair for pair in flags if pair[0] not in own]
+    if "emit" not in own:
+        raise UsageError(f"launch prints a job file: --emit {', '.join(KINDS)}\n  here, thrice train starts processes")
+    nodes = own.get("nodes", "1")
+    if not re.fullmatch("[1-9][0-9]*", nodes):
+        raise UsageError(f"--nodes {nodes}: a whole number of machines is wanted, 1 or more")
+    job = load_job(file, overrides)
+    if job.micro_batch != "auto" and (problems := list(refuse(job))):
+        raise ConfigError(problems)
+    given = [f"--{key}={value}" for key, value in overrides if key != "processes"]
+    print(emit(own["emit"], job, [*([file] if file else []), *given], int(nodes)), end="")
 
 
 def _init(file: str | None, rest: list[str]) -> None:
@@ -302,7 +413,17 @@ def _failed(error: ThriceError, arguments: Sequence[str], cause: Exception | Non
     sys.stdout.flush()
     if "--debug" in arguments:
         traceback.print_exception(cause or error)
-    print(f"thrice: {error}", file=sys.stderr)
+    rank, local_rank = worker.ranks()
+    if worker.is_launched():
+        worker.note(rank, error)  # the parent says it, once
+    elif not rank:
+        print(f"thrice: {error}", file=sys.stderr)
+    else:
+        is_alike = isinstance(error, Interrupted | VerificationFailed | worker.Told)
+        if is_alike or isinstance(error, LostPeer) or (isinstance(error, UsageError) and local_rank):
+            time.sleep(HEARD_FIRST_S)
+        if not is_alike:
+            print(f"thrice: {worker.Failure.of(rank, error)}", file=sys.stderr)
     return error.exit_code
 
 

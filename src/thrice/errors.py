@@ -19,6 +19,7 @@ A message says what happened, the value and its key, why (with the numbers) and 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,3 +102,11 @@ class Interrupted(ThriceError):
     def __init__(self, message: str, exit_code: int = 130) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def unforeseen(error: Exception) -> ThriceError:
+    """An error of no class of ours, with the place it comes from."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return ThriceError(
+        f"{type(error).__name__}: {error}\n  at {where.filename}:{where.lineno}; --debug shows how it came there"
+    )

@@ -32,7 +32,7 @@ class Observed:
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     sample_losses: Tensor | None = None
-    """Mean loss of each sample, of the reference alone: by how much rounding moves a loss is seen on many of them."""
+    """Mean loss of each sample, by its id, of the reference alone: how much rounding moves a loss is seen on many."""
 
 
 class Reference:
@@ -71,6 +71,7 @@ class Reference:
         step of either sign, and one comparison may have none of them off.
         """
         window = [batch for pieces in ranks for batch in pieces]
+        by_id = torch.tensor([sample for batch in window for sample in batch.sample_ids]).argsort()
         count = sum(int((batch.targets != IGNORE).sum()) for batch in window)
         loss = 0.0
         sample_losses = []
@@ -106,7 +107,7 @@ class Reference:
             grad_norm=norm.item(),
             gradients=gradients,
             parameters=self._update(sum(len(batch.sample_ids) for batch in window)),
-            sample_losses=torch.cat(sample_losses),
+            sample_losses=torch.cat(sample_losses)[by_id],
         )
 
     def replay(self, gradients: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:

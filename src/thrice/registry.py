@@ -12,6 +12,7 @@ from thrice.techniques.precision import Precision
 from thrice.techniques.recompute import Recompute
 from thrice.techniques.sync_batchnorm import SyncBatchNorm
 from thrice.techniques.vocabulary_loss import VocabularyLoss
+from thrice.techniques.zero_stage import ZeroStage
 
 TECHNIQUES: dict[str, type[Technique]] = {
     Precision.name: Precision,
@@ -20,6 +21,7 @@ TECHNIQUES: dict[str, type[Technique]] = {
     Attention.name: Attention,
     VocabularyLoss.name: VocabularyLoss,
     Compile.name: Compile,
+    ZeroStage.name: ZeroStage,
     DataParallel.name: DataParallel,
     OptimizerStates.name: OptimizerStates,
     OptimizerInBackward.name: OptimizerInBackward,

@@ -68,11 +68,11 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     loss = session.world.totals(scalar(torch.stack(losses).sum()))[0] / count
 
     # unscale once, then the norm, then clip with it
-    parameters = [parameter for parameter in session.model.parameters() if parameter.grad is not None]
+    parameters = [parameter for _, parameter in session.trained() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if scaler is not None:
         scaler.unscale_(gradients)
-    norm_tensor = in_backward.take_norm() if in_backward is not None else torch.nn.utils.get_total_norm(gradients)
+    norm_tensor = in_backward.take_norm() if in_backward is not None else session.norm(gradients)
     norm = scalar(norm_tensor)
 
     # step or skip; a loss that is not finite can have a finite gradient, and no loss scale is to blame for it
@@ -96,6 +96,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
+        session.updated()
     optimizer.zero_grad(set_to_none=True)
     if scaler is not None:
         scaler.stepped()

@@ -260,6 +260,7 @@ class Run:
                 corpus=self.data.store.fingerprint,
                 metrics_rows=self.folder.rows,
             )
+            self.session.world.barrier()  # nobody leaves while rank 0 still writes
             self.saved = self.reached()
 
     def finish(self) -> Outcome:

@@ -54,8 +54,8 @@ class Subject:
 
     def _take(self, *_: object) -> None:
         # an optimizer of parts is here once for each; one that steps within backward has one gradient at a time
-        named = self.session.model.named_parameters()
-        self.gradients |= {n: p.grad.clone() for n, p in named if p.grad is not None}
+        named = {n: p.grad for n, p in self.session.trained() if p.grad is not None}
+        self.gradients |= {n: gradient.clone() for n, gradient in self.session.whole(named).items()}
 
     def step(self, window: list[Batch]) -> Observed | None:
         """None where the loss scaler skipped the step."""

@@ -301,6 +301,8 @@ def test_certified_on_four(changes: dict[str, object], corpus: Path, tmp_path: P
     certificates = workers(4).call(verified, replace(asked, **changes))
     assert certificates[0].ok, certificates[0].first_difference
     assert {row.kind for row in certificates[0].rows} >= {"replica", "gradient", "update"}
+    # the reference takes the ranks' pieces in another order, and a floor is of a sample with itself
+    assert max(row.allowed for row in certificates[0].rows if row.kind == "loss") < 1e-5
     assert all(certificate == certificates[0] for certificate in certificates)
 
 

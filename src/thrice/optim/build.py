@@ -15,6 +15,7 @@ from thrice.model.anatomy import blocks
 from thrice.optim.composite import Composite
 from thrice.optim.lamb import Lamb
 from thrice.optim.lars import Lars
+from thrice.optim.share import Share
 from thrice.optim.stored import Rounding, StateFormat, StoredAdamW, StoredSGD
 from thrice.spec.job import Optimizer as OptimizerSpec
 
@@ -23,12 +24,17 @@ FUSED_DEVICES = ("cpu", "cuda")
 Group = dict[str, Any]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """Two groups of (name, parameter): matrices decay; biases, norms and other vectors do not."""
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+def parameter_groups(model: nn.Module, weight_decay: float, share: Share | None = None) -> list[Group]:
+    """Two groups of (name, parameter): matrices decay; biases, norms and other vectors do not.
+
+    With `share` its pieces stand for their parameters.
+    """
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = {name for name, parameter in trainable.items() if parameter.ndim >= 2}
+    updated = trainable if share is None else share.named()
     groups = [
-        {"params": [(n, p) for n, p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [(n, p) for n, p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in updated.items() if n in matrices], "weight_decay": weight_decay},
+        {"params": [(n, p) for n, p in updated.items() if n not in matrices], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -42,14 +48,16 @@ def build_optimizer(
     rounding: Rounding | None = None,
     states: StateFormat | None = None,
     in_backward: bool = False,
+    share: Share | None = None,
 ) -> Optimizer:
     """torch's own optimizer where it has one, or ours where parameters or states are kept in fewer bits.
 
     `rounding` says how bfloat16 parameters are written back, `states` how states are stored; `seed` is stochastic
-    rounding's. With `in_backward` it is a Composite of one part for each trainable parameter. Raises ConfigError
-    where no parameter is trainable, and where Muon finds no matrix or is to store in fewer bits.
+    rounding's. With `in_backward` it is a Composite of one part for each trainable parameter, with `share` it updates
+    pieces of parameters, which Muon cannot. Raises ConfigError where no parameter is trainable, and where Muon finds
+    no matrix or is to store in fewer bits.
     """
-    groups = parameter_groups(model, spec.weight_decay)
+    groups = parameter_groups(model, spec.weight_decay, share)
     if not groups:
         raise ConfigError(
             [
@@ -63,6 +71,7 @@ def build_optimizer(
         )
     parts: list[tuple[Callable[[list[Group]], Optimizer], list[Group]]]
     if spec.name == "muon":
+        assert share is None, "what orthogonalises a matrix needs all of it"
         if rounding is not None or states is not None:
             raise ConfigError([_muon_stores_in_float32(rounding, states)])
         inside, outside = _split(model, groups)
@@ -75,7 +84,7 @@ def build_optimizer(
         make = _adamw if spec.name == "adamw" else _sgd
         parts = [(partial(make, spec=spec, lr=lr, kernel=_kernel(spec, groups)), groups)]
     else:
-        parts = [(partial(_stored, spec=spec, lr=lr, states=states, rounding=rounding, seed=seed), groups)]
+        parts = [(partial(_stored, spec=spec, lr=lr, states=states, rounding=rounding, seed=seed, share=share), groups)]
     if in_backward:
         parts = [
             (make, [{**group, "params": [named]}]) for make, of in parts for group in of for named in group["params"]
@@ -115,8 +124,9 @@ def _stored(
     states: StateFormat | None,
     rounding: Rounding | None,
     seed: int,
+    share: Share | None,
 ) -> Optimizer:
-    how: dict[str, Any] = {"lr": lr, "states": states, "rounding": rounding, "seed": seed}
+    how: dict[str, Any] = {"lr": lr, "states": states, "rounding": rounding, "seed": seed, "share": share}
     if spec.name in ("adamw", "lamb"):
         kind = StoredAdamW if spec.name == "adamw" else Lamb
         return kind(groups, betas=spec.betas, eps=spec.eps, **how)

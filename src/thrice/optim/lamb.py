@@ -6,12 +6,13 @@ throws another off. LAMB gives each tensor an update of the norm lr · ‖weight
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thrice.optim.stored import Rounding, StateFormat, Stored
+from thrice.optim.share import Share
+from thrice.optim.stored import Norms, Rounding, StateFormat, Stored
 from thrice.optim.trust import norm, ratio, scaled
 
 
@@ -20,8 +21,10 @@ class Lamb(Stored):
     w ← w − lr · ‖w‖/‖u‖ · u.
 
     φ is the identity: no norm is clipped. Tensors of fewer than 2 dimensions have neither decay nor trust ratio,
-    and the ratio is 1 where a norm is 0. `states`, `rounding` and `seed` as in `Stored`.
+    and the ratio is 1 where a norm is 0. `states`, `rounding`, `seed` and `share` as in `Stored`.
     """
+
+    by_norms: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -34,24 +37,52 @@ class Lamb(Stored):
         states: StateFormat | None = None,
         rounding: Rounding | None = None,
         seed: int = 0,
+        share: Share | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed)
+        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed, share=share)
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
     def update(
-        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+        self,
+        wide: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        step: Tensor,
+        group: dict[str, Any],
+        norms: Norms | None = None,
     ) -> None:
+        is_scaled = norms is not None or scaled(wide)
+        update = self._direction(wide, gradient, moments, step, group, decays=is_scaled)
+        if is_scaled:
+            update.mul_(ratio(*(norms or (norm(wide), norm(update)))))
+        wide.sub_(update, alpha=group["lr"])
+
+    def measured(
+        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        return wide, self._direction(wide, gradient, moments, step, group, decays=True)
+
+    def _direction(
+        self,
+        wide: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        step: Tensor,
+        group: dict[str, Any],
+        *,
+        decays: bool,
+    ) -> Tensor:
+        """u; the moments are brought up to it."""
         beta1, beta2 = group["betas"]
         moments["exp_avg"].lerp_(gradient, 1 - beta1)
         moments["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         # the count in double: in float32, 1 − 0.999^1 is off by 3e-5
         count = step.double()
         denominator = (moments["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        update = (moments["exp_avg"] / (1 - beta1**count)).div_(denominator)
-        if scaled(wide):
+        update: Tensor = (moments["exp_avg"] / (1 - beta1**count)).div_(denominator)
+        if decays:
             update.add_(wide, alpha=group["weight_decay"])
-            update.mul_(ratio(norm(wide), norm(update)))
-        wide.sub_(update, alpha=group["lr"])
+        return update

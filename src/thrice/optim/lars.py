@@ -6,12 +6,13 @@ SGD stable in very large batches.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thrice.optim.stored import Rounding, StateFormat, Stored
+from thrice.optim.share import Share
+from thrice.optim.stored import Norms, Rounding, StateFormat, Stored
 from thrice.optim.trust import norm, ratio, scaled
 
 
@@ -21,8 +22,10 @@ class Lars(Stored):
 
     The momentum is of updates, each scaled by the rate of its own step: a change of lr or λ does not rescale what
     was gathered before. Tensors of fewer than 2 dimensions have neither decay nor λ (it is 1), and λ is 1 where a
-    norm is 0. `states`, `rounding` and `seed` as in `Stored`.
+    norm is 0. `states`, `rounding`, `seed` and `share` as in `Stored`.
     """
+
+    by_norms: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -35,21 +38,29 @@ class Lars(Stored):
         states: StateFormat | None = None,
         rounding: Rounding | None = None,
         seed: int = 0,
+        share: Share | None = None,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient,
         }  # fmt: skip
-        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed)
+        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed, share=share)
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def update(
-        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+        self,
+        wide: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        step: Tensor,
+        group: dict[str, Any],
+        norms: Norms | None = None,
     ) -> None:
         moved = gradient * group["lr"]
-        if scaled(wide):
-            decay, weight_norm, gradient_norm = group["weight_decay"], norm(wide), norm(gradient)
+        if norms is not None or scaled(wide):
+            decay = group["weight_decay"]
+            weight_norm, gradient_norm = norms or (norm(wide), norm(gradient))
             # where the gradient is 0 the quotient is defined, but λ is 1 there too
             local = ratio(weight_norm * group["trust_coefficient"], gradient_norm + decay * weight_norm)
             local = local.where(gradient_norm > 0, 1.0)
@@ -57,3 +68,8 @@ class Lars(Stored):
         if group["momentum"]:
             moved = moments["momentum_buffer"].mul_(group["momentum"]).add_(moved)
         wide.sub_(moved)
+
+    def measured(
+        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        return wide, gradient

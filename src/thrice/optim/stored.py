@@ -15,8 +15,8 @@ elements 10¹³ times below the largest of their block instead of 10⁷.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Generator, Tensor
@@ -26,6 +26,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
 from thrice.optim.blockwise import BLOCK, dequantise, quantise
+from thrice.optim.share import Piece, Share
+from thrice.optim.trust import norm
 from thrice.spec.seed import key
 
 Rounding = Literal["stochastic", "compensated"]
@@ -44,12 +46,14 @@ LEAST_ELEMENTS = 4096
 """Of a tensor whose states are kept in 8 bits: below, nothing is gained (the paper's own limit)."""
 
 
-def stored_format(tensor: Tensor, states: StateFormat | None) -> StateFormat | None:
+def stored_format(tensor: Tensor, states: StateFormat | None, piece: Piece | None = None) -> StateFormat | None:
     """How the states of a parameter are stored; a state has its parameter's shape and may stand for it.
 
-    8 bits are for matrices of at least 4,096 elements: norms and biases are small, and sensitive. None is float32.
+    A piece's are stored as its parameter's. 8 bits are for matrices of at least 4,096 elements: norms and biases are
+    small, and sensitive. None is float32.
     """
-    if states == "8bit" and (tensor.ndim < 2 or tensor.numel() < LEAST_ELEMENTS):
+    shape = tensor.shape if piece is None else piece.shape
+    if states == "8bit" and (len(shape) < 2 or shape.numel() < LEAST_ELEMENTS):
         return None
     return states
 
@@ -63,9 +67,9 @@ def stored_bytes(tensor: Tensor, states: StateFormat | None) -> int:
     return elements * (2 if kept == "bf16" else 4)
 
 
-def store(name: str, value: Tensor, states: StateFormat | None) -> dict[str, Tensor]:
-    """The tensors, by key, that a state becomes; `value` is float32 of its parameter's shape."""
-    kept = stored_format(value, states)
+def store(name: str, value: Tensor, states: StateFormat | None, piece: Piece | None = None) -> dict[str, Tensor]:
+    """The tensors, by key, that a state becomes; `value` is float32 of its parameter's shape, or of the `piece`'s."""
+    kept = stored_format(value, states, piece)
     if kept is None:
         return {name: value}
     if kept == "bf16":
@@ -96,11 +100,21 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(tensor)
 
 
-def round_stochastically(x: Tensor, generator: Generator) -> Tensor:
-    """float32 to bfloat16, up with the probability of the part that is cut off: the expectation is `x`."""
-    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+def round_stochastically(x: Tensor, generator: Generator, piece: Piece | None = None) -> Tensor:
+    """float32 to bfloat16, up with the probability of the part that is cut off: the expectation is `x`.
+
+    A piece gets the noise that it would have in its parameter, so that the result is the same however that is cut; the
+    noise of the rest is drawn and thrown away.
+    """
+    shape = x.shape if piece is None else piece.shape
+    noise = torch.randint(0, 1 << 16, shape, dtype=torch.int32, device=x.device, generator=generator)
+    if piece is not None:
+        noise = noise.flatten()[piece.start : piece.stop]
     bits = x.contiguous().view(torch.int32) + noise  # carries into the kept bits with that probability
     return bits.bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
+
+
+Norms = tuple[Tensor, Tensor]
 
 
 class Stored(Optimizer):
@@ -109,9 +123,13 @@ class Stored(Optimizer):
     `states` is how states are stored between updates (None: as they are updated), `rounding` how a bfloat16
     parameter is written back (None: to the nearest). `seed` is stochastic rounding's, whose noise depends on it,
     the parameter's name and its step alone. Parameters given as (name, parameter) have names; others are numbered.
+    `share` says what pieces they are where they are pieces of parameters.
 
     Raises ValueError for a setting out of its range, as torch's optimizers do.
     """
+
+    by_norms: ClassVar[bool] = False
+    """Whether the update of a matrix is scaled by norms of whole tensors (`measured`)."""
 
     def __init__(
         self,
@@ -121,6 +139,7 @@ class Stored(Optimizer):
         states: StateFormat | None = None,
         rounding: Rounding | None = None,
         seed: int = 0,
+        share: Share | None = None,
     ) -> None:
         for name, value, known in (("states", states, StateFormat), ("rounding", rounding, Rounding)):
             if value is not None and value not in get_args(known):
@@ -131,6 +150,7 @@ class Stored(Optimizer):
         self.states = states
         self.rounding = rounding
         self.seed = seed
+        self.share = share
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with settings in their ranges: its own and what it takes from the defaults."""
@@ -148,9 +168,24 @@ class Stored(Optimizer):
         raise NotImplementedError
 
     def update(
-        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+        self,
+        wide: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        step: Tensor,
+        group: dict[str, Any],
+        norms: Norms | None = None,
     ) -> None:
-        """Updates `wide` and `moments` in place; `step` counts from 1 and may not be changed."""
+        """Updates `wide` and `moments` in place; `step` counts from 1 and may not be changed.
+
+        `norms` are those of the two whole tensors that are `measured`, for a piece of a matrix.
+        """
+        raise NotImplementedError
+
+    def measured(
+        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The two tensors by whose norms an update is scaled; `moments` may be changed."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -160,30 +195,65 @@ class Stored(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        norms = {} if self.share is None or not self.by_norms else self._norms_of_wholes(self.share)
+        for name, parameter, gradient, group in self._with_gradients():
+            self._step_one(name, parameter, gradient, group, norms.get(name))
+        return loss
+
+    def _with_gradients(self) -> Iterator[tuple[str, Tensor, Tensor, dict[str, Any]]]:
+        """(name, parameter, gradient, group)."""
         number = 0
         for group in self.param_groups:
             names = group.get("param_names", range(number, number + len(group["params"])))
             number += len(group["params"])
             for name, parameter in zip(names, group["params"], strict=True):
                 if parameter.grad is not None:
-                    self._step_one(str(name), parameter, parameter.grad, group)
-        return loss
+                    yield str(name), parameter, parameter.grad, group
 
-    def _step_one(self, name: str, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _norms_of_wholes(self, share: Share) -> dict[str, Norms]:
+        """Matrix -> the norms of what is measured, of which other ranks have the rest; collective.
+
+        All are added up in one message. So the first half of an update is computed twice rather than kept.
+        """
+        places = {name: place for place, name in enumerate(share.matrices)}
+        device = self.param_groups[0]["params"][0].device
+        squares = torch.zeros(len(places), 2, dtype=torch.float64, device=device)
+        for name, parameter, gradient, group in self._with_gradients():
+            if name not in places:
+                continue
+            state = self.state.get(parameter, {})
+            wide = self._widened(parameter, state)
+            moments = {moment: load(moment, state, wide).clone() for moment in self.moments(group)}
+            step = state["step"] + 1 if "step" in state else torch.ones((), device=device)
+            tensors = self.measured(wide, _laid_out(gradient, wide), moments, step, group)
+            squares[places[name]] = torch.stack([norm(tensor) for tensor in tensors]).double().square()
+        norms = share.sum_(squares).sqrt().float()
+        return {name: (norms[place, 0], norms[place, 1]) for name, place in places.items()}
+
+    def _widened(self, parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
+        # a float32 parameter is updated where it is, and so are its float32 states; float64 stays float64
+        wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+        if "compensation" in state:
+            wide += state["compensation"]
+        return wide
+
+    def _piece(self, parameter: Tensor) -> Piece | None:
+        return None if self.share is None else self.share.pieces[parameter]
+
+    def _step_one(
+        self, name: str, parameter: Tensor, gradient: Tensor, group: dict[str, Any], norms: Norms | None
+    ) -> None:
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), device=parameter.device)
             if self.rounding == "compensated":
                 state["compensation"] = torch.zeros_like(parameter)
         state["step"] += 1
-        # a float32 parameter is updated where it is, and so are its float32 states; float64 stays float64
-        wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
-        if self.rounding == "compensated":
-            wide += state["compensation"]
+        wide = self._widened(parameter, state)
         moments = {moment: load(moment, state, wide) for moment in self.moments(group)}
-        self.update(wide, _laid_out(gradient, wide), moments, state["step"], group)
+        self.update(wide, _laid_out(gradient, wide), moments, state["step"], group, norms)
         for moment, value in moments.items():
-            for part, kept in store(moment, value, self.states).items():
+            for part, kept in store(moment, value, self.states, self._piece(parameter)).items():
                 # in place, which is nothing to do for a float32 state: a state stays the tensor it is
                 state.setdefault(part, kept).copy_(kept)
         if wide.dtype != parameter.dtype:
@@ -195,7 +265,7 @@ class Stored(Optimizer):
             # keyed by name and step: resumable with no state, however parameters are grouped, and the global
             # generator is left alone
             generator = Generator(device=wide.device).manual_seed(key(self.seed, name, step))
-            parameter.copy_(round_stochastically(wide, generator))
+            parameter.copy_(round_stochastically(wide, generator, self._piece(parameter)))
             return
         parameter.copy_(wide)
         if self.rounding == "compensated":
@@ -205,7 +275,10 @@ class Stored(Optimizer):
         """What a state of the parameter consists of, its step aside."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
         like = torch.empty_like(parameter, dtype=wide, device="meta")
-        parts = {key: kept for moment in self.moments(group) for key, kept in store(moment, like, self.states).items()}
+        piece = self._piece(parameter)
+        parts = {
+            key: kept for moment in self.moments(group) for key, kept in store(moment, like, self.states, piece).items()
+        }
         if self.rounding == "compensated":
             parts["compensation"] = parameter
         return {key: part.dtype for key, part in parts.items()}
@@ -255,15 +328,22 @@ class StoredAdamW(Stored):
         states: StateFormat | None = None,
         rounding: Rounding | None = None,
         seed: int = 0,
+        share: Share | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed)
+        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed, share=share)
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
     def update(
-        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+        self,
+        wide: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        step: Tensor,
+        group: dict[str, Any],
+        norms: Norms | None = None,
     ) -> None:
         beta1, beta2 = group["betas"]
         adamw(
@@ -286,15 +366,22 @@ class StoredSGD(Stored):
         states: StateFormat | None = None,
         rounding: Rounding | None = None,
         seed: int = 0,
+        share: Share | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed)
+        super().__init__(params, defaults, states=states, rounding=rounding, seed=seed, share=share)
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def update(
-        self, wide: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
+        self,
+        wide: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        step: Tensor,
+        group: dict[str, Any],
+        norms: Norms | None = None,
     ) -> None:
         sgd(
             [wide], [gradient], [moments.get("momentum_buffer")], foreach=False, weight_decay=group["weight_decay"],

@@ -5,14 +5,16 @@ Every method of a World is collective: all its ranks call it, in the same order.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from thrice.errors import Interrupted, LostPeer, Stalled, UsageError
+from thrice.errors import LostPeer, Stalled, ThriceError, UsageError
+from thrice.spec.dump import dump, settings
+from thrice.spec.job import Job
 
 T = TypeVar("T")
 
@@ -133,6 +137,26 @@ class World:
         if self._store is not None:
             self._store.set(f"arrived/{self.rank}", str(at))
 
+    def agree(self, job: Job) -> None:
+        """Raises UsageError on every rank where one has another job, code or torch than rank 0, and names them."""
+        if self.size == 1:
+            return
+        have = {f"job's {key}": value for key, value in settings(dump(job)).items()}
+        of_ranks = self.gather({**have, "code of thrice": _code(), "torch": torch.__version__})
+        first, nothing = of_ranks[0], "not given"
+        differ = [
+            f"the {key} is {own.get(key, nothing)} on rank {rank} and {first.get(key, nothing)} on rank 0"
+            for rank, own in enumerate(of_ranks)
+            for key in first | own
+            if own.get(key) != first.get(key)
+        ]
+        if differ:
+            raise UsageError(
+                "the processes are not of one run\n  "
+                + "\n  ".join(differ[:8])
+                + "\n  start them all with the same file, flags and installation"
+            )
+
     def must_be(self, processes: int) -> None:
         """Raises UsageError unless the world has so many: one of several, alone, would train on its share only."""
         if self.size != processes:
@@ -156,6 +180,13 @@ class World:
         return ", ".join(behind) or f"all were {_seen(last)}"
 
 
+def _code() -> str:
+    """The fingerprint of this package's source."""
+    package = Path(__file__).parents[1]
+    sources = sorted(package.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+
+
 def _seen(at: int) -> str:
     return "before the first step" if at < 0 else f"at step {at + 1}"
 
@@ -164,11 +195,18 @@ ALONE = World()
 
 
 @contextmanager
-def joined(processes: int, *, timeout_s: float, here: Place | None = None) -> Iterator[World]:
+def joined(
+    processes: int,
+    *,
+    timeout_s: float,
+    here: Place | None = None,
+    failed: Callable[[Exception], None] = lambda error: None,
+) -> Iterator[World]:
     """The world of the `processes` that the launcher started; ALONE where that is one and there is no launcher.
 
     Every rank enters. Raises UsageError where the launcher started another number, or rank 0 cannot be reached;
-    within it LostPeer where another process has died, Stalled where one did not come within `timeout_s`.
+    within it LostPeer where another process has died, Stalled where one did not come within `timeout_s`. `failed` is
+    told what is raised before this rank leaves, so before any other can lose it.
     """
     here = here or place()
     obtained = 1 if here is None else here.size
@@ -183,17 +221,13 @@ def joined(processes: int, *, timeout_s: float, here: Place | None = None) -> It
     world = _join(here, timeout_s)
     try:
         yield world
-    except Interrupted:
-        raise
-    except (RuntimeError, dist.DistError) as error:
-        if not _is_of_peers(error):
+    except Exception as error:
+        if isinstance(error, ThriceError) or not _is_of_peers(error):
+            failed(error)
             raise
-        if TIMED_OUT.search(str(error)):
-            raise Stalled(
-                f"{_who(here)} waited {timeout_s:g} s for another process: {world.missing()}\n"
-                "  launch.timeout_s is how long to wait"
-            ) from error
-        raise LostPeer(f"{_who(here)} lost another process: {_first_line(error)}") from error
+        lost = _lost(error, here, world, timeout_s)
+        failed(lost)
+        raise lost from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -238,6 +272,15 @@ def _join(here: Place, timeout_s: float) -> World:
         device=device,
         _store=store,
     )
+
+
+def _lost(error: Exception, here: Place, world: World, timeout_s: float) -> LostPeer:
+    if TIMED_OUT.search(str(error)):
+        return Stalled(
+            f"{_who(here)} waited {timeout_s:g} s for another process: {world.missing()}\n"
+            "  launch.timeout_s is how long to wait"
+        )
+    return LostPeer(f"{_who(here)} lost another process: {_first_line(error)}")
 
 
 def _who(here: Place) -> str:

@@ -5,7 +5,7 @@ Each slot has one writer. Techniques read what earlier stages wrote here, never 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thrice.data.batches import Batch, Position
 from thrice.optim.in_backward import InBackward
 from thrice.optim.scaler import LossScaler
+from thrice.optim.share import Share
 from thrice.optim.stored import Rounding, StateFormat
 from thrice.runtime.dist import ALONE, World
 from thrice.spec.job import Job
@@ -49,7 +50,27 @@ class Replicas(Protocol):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of each micro-batch of a window; collective where it is the `last` one.
 
-        After that every gradient is the sum over all ranks.
+        After that every gradient is the sum over all ranks: of each parameter, or of each piece where there are shards.
+        """
+        ...
+
+
+class Shards(Protocol):
+    """How the ranks of a world divide the update."""
+
+    @property
+    def share(self) -> Share:
+        """What this rank's optimizer updates."""
+        ...
+
+    def updated(self) -> None:
+        """Makes every parameter whole, after the update; collective."""
+        ...
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, on rank 0 alone, out of each rank's for its pieces; collective.
+
+        A name is a parameter's, or "parameter:state" for one of its states.
         """
         ...
 
@@ -80,6 +101,8 @@ class Session:
     """The processes that train together; written by `compose`."""
     replicas: Replicas | None = None
     """Adds up the gradients of the world's ranks; None where there is one (replicate)."""
+    shards: Shards | None = None
+    """Divides the update among the world's ranks; None where each makes all of it (shard)."""
     in_backward: InBackward | None = None
     """Updates each parameter, and frees its gradient, within backward (update)."""
     applied: dict[str, str] = field(default_factory=dict)
@@ -102,6 +125,26 @@ class Session:
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         """Entered around forward and backward of each micro-batch of a window."""
         return nullcontext() if self.replicas is None else self.replicas.micro_batch(last=last)
+
+    def trained(self) -> Iterable[tuple[str, Tensor]]:
+        """What this rank's optimizer updates: parameters, or pieces under their parameters' names."""
+        return self.model.named_parameters() if self.shards is None else self.shards.share.named().items()
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of the whole gradient, whose parts on this rank are given; the same on all."""
+        norm = nn.utils.get_total_norm(gradients)
+        if self.shards is None:
+            return norm
+        return self.world.sum_(norm.to(self.device, torch.float64).square()).sqrt().to(norm.dtype)
+
+    def updated(self) -> None:
+        """Called after each update."""
+        if self.shards is not None:
+            self.shards.updated()
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What belongs to whole parameters, on rank 0 at least, out of what belongs to this rank's pieces."""
+        return dict(tensors) if self.shards is None else self.shards.whole(tensors)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -76,6 +76,7 @@ class Slot(StrEnum):
     RECOMPUTE = "recompute"
     COMPILE = "compile"
     REPLICATE = "replicate"
+    SHARD = "shard"
     STATES = "states"
     UPDATE = "update"
 
