@@ -251,7 +251,7 @@ BAD_WORDS = {
     "odd steps": (["verify", "job.toml", "--steps", "²"], "--steps ²: a whole number of optimizer steps is wanted"),
     "an unknown key": (["train", "job.toml", "--zorro", "1"], "zorro = '1'"),
     "a foreign key": (["train", "job.toml", "--per_device_train_batch_size", "8"], "micro_batch"),
-    "an unknown technique": (["train", "job.toml", "--zero_stage", "2"], "zero_stage = '2'"),
+    "an unknown technique": (["train", "job.toml", "--offload", "2"], "offload = '2'"),
     "a technique's mode": (["train", "job.toml", "--precision", "bf16-mixed"], '--precision.mode bf16'),
     "no divisor": (["train", "job.toml", "--micro_batch", "7"], "global_batch = 48: it does not divide by"),
     "positions": (["train", "job.toml", "--decoder.max_positions", "16"], "sequence = 32: the model has 16 positions"),

@@ -87,7 +87,16 @@ PIPE_CLOSED = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _main(list(sys.argv[1:] if argv is None else argv))
+    if argv is None and code and worker.is_one():
+        # a process group that was left in the midst has threads, and the interpreter's end aborts on them at times
+        # ("terminate called without an active exception"), which would be the exit code
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _main(arguments: list[str]) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported, which has not happened yet
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sign that the terminal lacks ends no run

@@ -65,7 +65,13 @@ def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     return int(rank) if rank.isdecimal() else 0, int(local) if local.isdecimal() else 0
 
 
+def is_one() -> bool:
+    """Whether a launcher, ours or another, has started this process."""
+    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+
+
 def is_launched() -> bool:
+    """Whether it was ours."""
     return NOTES in os.environ
 
 

@@ -148,7 +148,7 @@ _AMOUNT = "say how long to train with max_steps (optimizer steps) or max_tokens"
 _BETAS = "both of AdamW's decay rates are one key, optimizer.betas = [0.9, 0.95]"
 _RECOMPUTE = 'recompute = "full" recomputes every block; "none" or no key keeps all activations'
 
-_ZERO = "zero_stage = 1 divides the optimizer's states among the processes"
+_ZERO = "zero_stage = 1 divides the optimizer's states among the processes, 2 gradients too"
 
 ADVICE = {
     "batch_size": "say micro_batch (samples per device and backward) or global_batch (samples per step)",
