@@ -26,7 +26,15 @@ def test_certificate_table_shows_the_worst_of_each_kind(capsys: pytest.CaptureFi
     rows = [row("loss", 0.0), row("gradient", 1e-8, "embedding.weight"), row("gradient", math.nan, name)]
     certificate_table(
         Certificate(
-            claim="ROUNDING", steps=1, samples=[[0]], notes=["a [note]"], job="", torch="2", device="cpu", rows=rows
+            claim="ROUNDING",
+            steps=1,
+            samples=[[0]],
+            notes=["a [note]"],
+            job="",
+            torch="2",
+            device="cpu",
+            processes=1,
+            rows=rows,
         )
     )
     said = capsys.readouterr().out

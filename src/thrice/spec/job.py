@@ -443,7 +443,7 @@ class Job:
 
     def _mesh(self) -> Mesh | Problem:
         asked: int | Literal["auto"] = next(
-            (part.degree for part in self.techniques if part.name == "data_parallel"), "auto"
+            (part.degree for part in self.techniques if getattr(part, "name", "") == "data_parallel"), "auto"
         )
         return mesh_of(
             self.processes,
