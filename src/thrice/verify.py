@@ -86,13 +86,9 @@ def verify(
     session = compose(job, vocabulary=data.tokenizer.vocabulary, world=world)
     device = session.device
     subject = Subject(session)
-    build = partial(Reference, job, data.tokenizer.vocabulary, device)
-    is_first = world.rank == 0  # the others only take the job's steps
-    reference = build(Arithmetic())
-    floors = [build(other) for other in _other_arithmetics(job, promised) if is_first]
-    replays = [build(other) for other in [Arithmetic(), *_other_storages(job, promised)] if is_first]
+    # the other ranks only take the job's steps
+    witness = Witness(job, data, promised, world.size, device) if world.rank == 0 else None
     rows: list[Row] = []
-    draws: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     samples: list[list[int]] = []
     notes = [COMPARED_WITH[promised], *mathematics(job)]
     position = Position(epoch=0, offset=0)
@@ -109,39 +105,13 @@ def verify(
             continue
         samples.append(expected_ids)
         step = len(samples)
-        apart = _apart(got.parameters, world)
-        if not is_first:
-            if step == steps:
-                break
-            continue
-        # the samples of the law, and not what the job's loader made of them
-        whole = [data.train.batch(expected_ids).to(device)]
-        parts = [
-            cut(np.array(expected_ids), session.ledger.micro_batch, rank, world.size) for rank in range(world.size)
-        ]
-        pieces = [[data.train.batch(part).to(device) for part in of_rank] for of_rank in parts]
-        expected = _seeded(job, step - 1, reference, [whole] if job.decoder.dropout == 0 else pieces)
-        # floors are taken over micro-batches: each one's gradient is rounded, and sums have that order
-        noise = [_seeded(job, step - 1, floor, pieces, expected if floor.is_wide else None) for floor in floors]
         order = f"{got_ids[:8]} for {expected_ids[:8]}"
         rows.append(Row(step=step, kind="sample_ids", deviation=float(got_ids != expected_ids), where=order))
-        rows.extend(_compared(step, got, expected, noise))
-        rows.extend(
-            Row(
-                step=step,
-                kind="replica",
-                tensor=f"rank {rank}",
-                deviation=float(differ is not None),
-                where=differ or "",
-            )
-            for rank, differ in enumerate(apart)
-            if rank
-        )
-        updated = [replay.replay(got.gradients, len(expected_ids)) for replay in replays]
-        rows.extend(_tensors(step, "update", got.parameters, *updated))
-        for other in noise:
-            draws["loss"] += _sample_floors(other, expected)
-            draws["grad_norm"] += _norm_floors(other, expected)
+        replicas = _replicas(step, got.parameters, world)
+        if witness is not None:
+            rows.extend(witness.reference(step, expected_ids, got))
+            rows.extend(replicas)
+            rows.extend(witness.update(step, expected_ids, got))
         if step == steps:
             break
     if job.decoder.dropout > 0:
@@ -155,9 +125,47 @@ def verify(
         torch=torch.__version__,
         device=str(device),
         processes=world.size,
-        rows=judged(rows, promised, draws) if is_first else [],
+        rows=judged(rows, promised, {} if witness is None else witness.draws),
     )
     return world.broadcast(certificate)
+
+
+class Witness:
+    """The plain loops that the job is held against: the reference, those that show its noise, and the replays."""
+
+    def __init__(self, job: Job, data: Data, promised: Claim, ranks: int, device: torch.device) -> None:
+        build = partial(Reference, job, data.tokenizer.vocabulary, device)
+        self._job, self._data, self._ranks, self._device = job, data, ranks, device
+        self._reference = build(Arithmetic())
+        self._floors = [build(other) for other in _other_arithmetics(job, promised)]
+        self._replays = [build(other) for other in [Arithmetic(), *_other_storages(job, promised)]]
+        self.draws: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+        """Floors of the parts of a number, of each step."""
+
+    def reference(self, step: int, ids: list[int], got: Observed) -> Iterator[Row]:
+        """The step of the reference on the samples of the law, and not on what the job's loader made of them."""
+        micro_batch = self._job.ledger().micro_batch
+        parts = [cut(np.array(ids), micro_batch, rank, self._ranks) for rank in range(self._ranks)]
+        pieces = [[self._data.train.batch(part).to(self._device) for part in of_rank] for of_rank in parts]
+        whole = [[self._data.train.batch(ids).to(self._device)]]
+        expected = self._seeded(step, self._reference, whole if self._job.decoder.dropout == 0 else pieces)
+        # floors are taken over micro-batches: each one's gradient is rounded, and sums have that order
+        noise = [self._seeded(step, floor, pieces, expected if floor.is_wide else None) for floor in self._floors]
+        for other in noise:
+            self.draws["loss"] += _sample_floors(other, expected)
+            self.draws["grad_norm"] += _norm_floors(other, expected)
+        return _compared(step, got, expected, noise)
+
+    def update(self, step: int, ids: list[int], got: Observed) -> Iterator[Row]:
+        """The plain optimizer's, on the job's own gradients."""
+        updated = [replay.replay(got.gradients, len(ids)) for replay in self._replays]
+        return _tensors(step, "update", got.parameters, *updated)
+
+    def _seeded(
+        self, step: int, reference: Reference, pieces: list[list[Batch]], jittered_by: Observed | None = None
+    ) -> Observed:
+        """Each rank's pieces draw their masks from the state that the rank itself has."""
+        return reference.step(pieces, jittered_by, lambda rank: _seed(self._job, step - 1, rank))
 
 
 def _in_order(of_ranks: list[list[list[int]]]) -> list[int]:
@@ -165,22 +173,21 @@ def _in_order(of_ranks: list[list[list[int]]]) -> list[int]:
     return [sample for round_ in zip_longest(*of_ranks, fillvalue=()) for piece in round_ for sample in piece]
 
 
-def _seeded(
-    job: Job, index: int, reference: Reference, pieces: list[list[Batch]], jittered_by: Observed | None = None
-) -> Observed:
-    """A step on the pieces of each rank, each rank's drawing its masks from the state that the rank itself has."""
-    return reference.step(pieces, jittered_by, lambda rank: _seed(job, index, rank))
-
-
 def _seed(job: Job, index: int, rank: int) -> None:
     torch.manual_seed(key(job.seed, "verify", index, rank))
 
 
-def _apart(parameters: dict[str, Tensor], world: World) -> list[str | None]:
-    """For each rank the first of its parameters whose bits are not rank 0's, None where all are. Collective."""
-    sums = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in parameters.items()}
-    of_ranks = world.gather(sums if world.size > 1 else {})
-    return [next((name for name in own if own[name] != of_ranks[0].get(name)), None) for own in of_ranks]
+def _replicas(step: int, parameters: dict[str, Tensor], world: World) -> list[Row]:
+    """For each other rank whether its parameters are rank 0's to the last bit, or the first that is not; collective."""
+    if world.size == 1:
+        return []
+    of_ranks = world.gather({name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in parameters.items()})
+    first, *others = of_ranks
+    differ = [next((name for name in own if own[name] != first.get(name)), "") for own in others]
+    return [
+        Row(step=step, kind="replica", tensor=f"rank {rank}", deviation=float(bool(name)), where=name)
+        for rank, name in enumerate(differ, 1)
+    ]
 
 
 def _bytes(tensor: Tensor) -> bytes:
