@@ -11,9 +11,12 @@ from torch import nn
 
 from thrice.compose import compose
 from thrice.data.batches import Batch
+from thrice.runtime.dist import World
 from thrice.spec.job import Decoder, Job, Optimizer, Schedule
 
 VOCABULARY, SEQUENCE = 61, 16
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+"""Two orders of a float32 sum of some hundred terms."""
 CPU = torch.device("cpu")
 
 
@@ -53,12 +56,18 @@ def window(*valid: int, seed: int = 0, samples: int = 1) -> list[Batch]:
     return batches
 
 
+def dealt(batches: list[Batch], world: World) -> list[Batch]:
+    """The micro-batches of one rank, as the data's own loader deals them."""
+    return batches[world.rank :: world.size]
+
+
 def gradients_taken(session_) -> dict[str, torch.Tensor]:
-    """Filled, at each step, with the gradients that the optimizer is about to use."""
+    """Filled, at each step, with the whole gradients that the optimizer is about to use; on rank 0 at least."""
     taken: dict[str, torch.Tensor] = {}
 
     def take(*_):
-        taken.update({n: p.grad.clone() for n, p in session_.model.named_parameters() if p.grad is not None})
+        own = {n: p.grad for n, p in session_.trained() if p.grad is not None}
+        taken.update({n: gradient.clone() for n, gradient in session_.whole(own).items()})
 
     session_.optimizer.register_step_pre_hook(take)
     return taken

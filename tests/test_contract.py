@@ -32,7 +32,7 @@ from thrice.techniques.recompute import Recompute
 from thrice.techniques.vocabulary_loss import VocabularyLoss
 from thrice.verify import verify
 
-ALONE = [technique for technique in TECHNIQUES.values() if technique.stage is not Stage.REPLICATE]
+ALONE = [technique for technique in TECHNIQUES.values() if technique.stage not in (Stage.SHARD, Stage.REPLICATE)]
 SINGLES = [(example,) for technique in ALONE for example in technique.examples()]
 
 

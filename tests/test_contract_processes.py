@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 DIVIDING = [
     example
     for technique in TECHNIQUES.values()
-    if technique.stage is Stage.REPLICATE
+    if technique.stage in (Stage.SHARD, Stage.REPLICATE)
     for example in technique.examples()
 ]
 STACKS: list[tuple[Technique, ...]] = [

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from thrice import worker
-from thrice.errors import ConfigError, Interrupted, LostPeer, ThriceError, UsageError, VerificationFailed, unforeseen
+from thrice.errors import (
+    PIPE_CLOSED,
+    ConfigError,
+    Interrupted,
+    LostPeer,
+    ThriceError,
+    UsageError,
+    VerificationFailed,
+    unforeseen,
+)
 from thrice.spec.load import parse_flags, schema
 from thrice.spec.read import starter
 
@@ -80,9 +89,6 @@ times slower as soon as another program wants one of the cores (docs/log.md)."""
 
 HEARD_FIRST_S = 2.0
 """How long a process waits with what others say as well: a launcher ends it meanwhile, once one has ended."""
-
-PIPE_CLOSED = 141
-"""128 + SIGPIPE: what a shell reports of a program whose reader has gone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -231,16 +237,13 @@ def _in_processes(job: Job, arguments: list[str], act: Callable[[World], None]) 
 
     Those that are started here run this same command again, and come back here.
     """
-    from thrice.compose import refuse
     from thrice.runtime.dist import joined, place
 
     here = place()
     if here is None and job.processes > 1:
         from thrice.launch import launch
 
-        # what can be known is said before any process starts; an open micro_batch is rank 0's to choose
-        if job.micro_batch != "auto" and (problems := list(refuse(job))):
-            raise ConfigError(problems)
+        _must_be_legal(job)
         launch(arguments, job, say=_say_aside)
         return
     rank = 0 if here is None else here.rank
@@ -252,6 +255,14 @@ def _in_processes(job: Job, arguments: list[str], act: Callable[[World], None]) 
     with joined(job.processes, timeout_s=job.launch.timeout_s, here=here, failed=failed) as world:
         world.agree(job)
         act(world)
+
+
+def _must_be_legal(job: Job) -> None:
+    """What can be known is said before any process starts; an open micro_batch is rank 0's to choose."""
+    from thrice.compose import refuse
+
+    if job.micro_batch != "auto" and (problems := list(refuse(job))):
+        raise ConfigError(problems)
 
 
 def _by_rank_0(world: World, act: Callable[[], T]) -> T:
@@ -364,7 +375,6 @@ def _compare(file: str | None, flags: list[tuple[str, str]], switches: set[str])
 
 def _launch(file: str | None, flags: list[tuple[str, str]]) -> None:
     from thrice.cluster import KINDS, emit
-    from thrice.compose import refuse
     from thrice.job_file import load_job
 
     own = dict(pair for pair in flags if pair[0] in ("emit", "nodes"))
@@ -375,8 +385,7 @@ def _launch(file: str | None, flags: list[tuple[str, str]]) -> None:
     if not re.fullmatch("[1-9][0-9]*", nodes):
         raise UsageError(f"--nodes {nodes}: a whole number of machines is wanted, 1 or more")
     job = load_job(file, overrides)
-    if job.micro_batch != "auto" and (problems := list(refuse(job))):
-        raise ConfigError(problems)
+    _must_be_legal(job)
     given = [f"--{key}={value}" for key, value in overrides if key != "processes"]
     print(emit(own["emit"], job, [*([file] if file else []), *given], int(nodes)), end="")
 

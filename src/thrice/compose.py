@@ -16,7 +16,7 @@ from thrice.optim.build import build_optimizer
 from thrice.optim.schedules import learning_rate
 from thrice.runtime.dist import ALONE, World
 from thrice.runtime.session import Session
-from thrice.runtime.technique import Claim, Slot, Stage, Technique
+from thrice.runtime.technique import Claim, Slot, Technique
 from thrice.runtime.vector_math import settle_vector_math
 from thrice.spec.job import Job
 from thrice.spec.workload import Ledger
@@ -102,10 +102,7 @@ def compose(
         example=partial(_example, ledger, device),
         lr_at=learning_rate(job),
     )
-    for technique in sorted(techniques_of(job), key=_place):
-        if technique.slot is Slot.REPLICATE and session.replicas is not None:
-            session.applied[technique.name] = "gradients are added up where they are divided"
-            continue
+    for technique in sorted(techniques_of(job), key=lambda technique: technique.stage):
         session.applied[technique.name] = technique.apply(session)
         setattr(model, COMPOSED, ", ".join(session.applied))
     optimizer = build_optimizer(
@@ -122,11 +119,6 @@ def compose(
         session.in_backward.attach(model, optimizer)
     session.optimizer = optimizer
     return session
-
-
-def _place(technique: Technique) -> tuple[Stage, bool]:
-    """What divides replicas makes them too: plain replicas come after it, and only where it has made none."""
-    return technique.stage, technique.slot is Slot.REPLICATE
 
 
 def _composed_before(model: nn.Module) -> Iterator[Problem]:

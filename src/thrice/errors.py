@@ -23,6 +23,9 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PIPE_CLOSED = 141
+"""128 + SIGPIPE: what a shell reports of a program whose reader has gone."""
+
 
 class ThriceError(Exception):
     """Base of every error that is the user's to act on; the command line prints it without a traceback."""

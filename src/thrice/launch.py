@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from thrice.errors import Interrupted, ThriceError
+from thrice.errors import PIPE_CLOSED, Interrupted, ThriceError
 from thrice.spec.job import Job
 from thrice.worker import NOTES, Failure, failures, pids
 
@@ -32,8 +32,6 @@ STOPS_AT_ONCE_S = 5.0
 """A worker that has not ended so long after the second Ctrl-C is killed: it hangs where no Python runs."""
 AFTERWARDS_S = 5.0
 """A worker that is killed so long after another has failed is one that the agent gave up: a consequence."""
-PIPE_CLOSED = 141
-"""Of a worker whose reader has gone."""
 
 
 def launch(arguments: Sequence[str], job: Job, *, say: Callable[[str], None]) -> None:

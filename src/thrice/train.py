@@ -66,8 +66,8 @@ def train(job: Job, *, resume: bool = False, trace: bool = False, say: Say = pri
         rows = None
         if resume:
             rows = checkpoint.resume(session, folder.checkpoints, corpus=data.store.fingerprint, say=say)
-        measured = world.broadcast(folder.measured())
-        if session.progress.step >= job.steps() and measured is not None:
+        is_done = session.progress.step >= job.steps()
+        if is_done and (measured := world.broadcast(folder.measured())) is not None:
             say(
                 f"resume     the run is finished: {session.progress.step} of {job.steps()} steps, nothing is left to do"
             )
@@ -211,7 +211,7 @@ class Run:
                 if _due(progress.step, job.checkpoint.every_steps):
                     self.save()
             # a signal may have reached one rank, or each at another step: all stop after the same
-            number = int(max(session.world.gather(received[0] if received else 0)))
+            number = int(session.world.largest(received[0] if received else 0))
             if number or progress.step == self.total:
                 self.save()
             if number:
@@ -272,7 +272,7 @@ class Run:
             loss=self.last.loss if self.last else None,
             validation_loss=self.validation_loss,
             tokens_per_s=self._rate(),
-            peak_bytes=int(max(world.gather(memory.peak_bytes(self.session.device)))),
+            peak_bytes=int(world.largest(memory.peak_bytes(self.session.device))),
             sample=self._sample() if world.rank == 0 else "",
         )
         outcome = world.broadcast(outcome)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thrice.train
-from plain import SEQUENCE, VOCABULARY, gradients_taken, job, window
+from plain import SEQUENCE, TOLERANCE, VOCABULARY, dealt, gradients_taken, job, window
 from runs import assert_same_state, metrics, run, tiny
 from thrice.compose import compose
 from thrice.data.batches import IGNORE, Batch
@@ -29,13 +29,6 @@ from thrice.techniques.precision import Precision
 from thrice.verify import verify
 
 pytestmark = pytest.mark.xdist_group("processes")
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-"""Two orders of a float32 sum of some hundred terms."""
-
-
-def dealt(batches: list[Batch], world: World) -> list[Batch]:
-    return batches[world.rank :: world.size]
 
 
 def stepped(world: World, asked: Job, windows: list[list[Batch]]):

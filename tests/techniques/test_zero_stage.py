@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import thrice.train
-from plain import VOCABULARY, job, window
+from plain import TOLERANCE, VOCABULARY, dealt, gradients_taken, job, window
 from plain import session as alone
 from runs import tiny
 from thrice import checkpoint
@@ -40,24 +40,7 @@ ZERO = ZeroStage(level=1)
 SECOND = ZeroStage(level=2, bucket_bytes=10_000)
 SMALL = ZeroStage(level=1, bucket_bytes=10_000)
 """Several buckets, so that pieces begin and end within many of the parameters."""
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 ADAMW = Optimizer(name="adamw", weight_decay=0.1, clip=1.0)
-
-
-def dealt(batches: list[Batch], world: World) -> list[Batch]:
-    return batches[world.rank :: world.size]
-
-
-def whole_gradients(session: Session) -> dict[str, Tensor]:
-    """Filled, at each step, with the whole gradients that the optimizers are about to use; on rank 0."""
-    taken: dict[str, Tensor] = {}
-
-    def take(*_: object) -> None:
-        own = {name: tensor.grad for name, tensor in session.trained() if tensor.grad is not None}
-        taken.update({name: gradient.clone() for name, gradient in session.whole(own).items()})
-
-    session.optimizer.register_step_pre_hook(take)
-    return taken
 
 
 # the same training
@@ -66,7 +49,7 @@ def whole_gradients(session: Session) -> dict[str, Tensor]:
 def stepped(world: World, asked: Job, windows: list[list[Batch]]):
     """(results, the gradients of each window, the parameters after each)."""
     session = compose(asked, vocabulary=VOCABULARY, world=world)
-    taken = whole_gradients(session)
+    taken = gradients_taken(session)
     results, gradients, parameters = [], [], []
     for batches in windows:
         results.append(train_step(session, dealt(batches, world)))
@@ -308,7 +291,7 @@ def underway(world: World, asked: Job):
     return most, left, sum(parameter.nbytes for parameter in session.model.parameters())
 
 
-def test_level_2_holds_no_whole_gradients(workers) -> None:
+def test_level_2_holds_no_gradients_taken(workers) -> None:
     """Four micro-batches on each of two ranks: sent in each, a shard is left, and few buckets are on their way."""
     asked = job(processes=2, global_batch=8, techniques=(SECOND,))
     for most, left, whole in workers(2).call(underway, asked):

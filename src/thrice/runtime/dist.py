@@ -94,8 +94,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
     device: torch.device | None = None
     """This rank's own; None where it is the caller's to choose."""
     _store: Store | None = field(default=None, repr=False)
@@ -111,6 +109,14 @@ class World:
         if self.size == 1:
             return list(values)
         return self.sum_(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+
+    def largest(self, value: float) -> float:
+        """Of all ranks' numbers, in float64."""
+        if self.size == 1:
+            return value
+        number = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return number.item()
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, by rank."""
@@ -264,14 +270,7 @@ def _join(here: Place, timeout_s: float) -> World:
             "MASTER_PORT say where they meet"
         ) from error
     assert dist.get_world_size() == here.size, (dist.get_world_size(), here.size)
-    return World(
-        rank=here.rank,
-        size=here.size,
-        local_rank=here.local_rank,
-        local_size=here.local_size,
-        device=device,
-        _store=store,
-    )
+    return World(rank=here.rank, size=here.size, device=device, _store=store)
 
 
 def _lost(error: Exception, here: Place, world: World, timeout_s: float) -> LostPeer:

@@ -21,6 +21,7 @@ from thrice.optim.blockwise import BLOCK
 from thrice.optim.share import Piece, Share
 from thrice.optim.stored import stored_format
 from thrice.runtime.dist import World
+from thrice.runtime.replicas import Named, filled
 from thrice.runtime.session import Session
 
 # torch 2.13 gave both a new name
@@ -29,8 +30,6 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 UNDERWAY = 2
 """Buckets of gradients that are on their way at once; their memory is bounded, and the next is filled meanwhile."""
-
-Named = tuple[str, nn.Parameter]
 
 
 class FlatShards:
@@ -41,7 +40,8 @@ class FlatShards:
     """
 
     def __init__(self, session: Session, bucket_bytes: int, *, every: bool) -> None:
-        self._session, self._world, self._every = session, session.world, every
+        self._world, self._every = session.world, every
+        self.loss = session.unwatched
         trainable = [(name, p) for name, p in session.model.named_parameters() if p.requires_grad]
         self._shapes = {name: parameter.shape for name, parameter in trainable}
         # the order in which gradients are complete, about
@@ -60,9 +60,6 @@ class FlatShards:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._complete)  # type: ignore[no-untyped-call]
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._session.loss(self._session.output(inputs), targets)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return self._exchanging(last=last) if last or self._every else nullcontext()
@@ -232,19 +229,3 @@ def laid_out(parameters: Iterable[Tensor], shards: int) -> tuple[list[int], int]
         starts.append(end)
         end += parameter.numel()
     return starts, -(-end // (shards * unit)) * unit
-
-
-def filled(named: Iterable[Named], most_bytes: int) -> list[list[Named]]:
-    """In order, those of a kind in lists whose gradients take at most so many bytes, or of one that takes more."""
-    lists: list[list[Named]] = []
-    last: dict[object, tuple[list[Named], int]] = {}
-    for name, parameter in named:
-        wide = parameter.grad_dtype or parameter.dtype
-        kind, size = (parameter.device, parameter.dtype, wide), parameter.numel() * wide.itemsize
-        chosen, held = last.get(kind, ([], 0))
-        if not chosen or held + size > most_bytes:
-            chosen, held = [], 0
-            lists.append(chosen)
-        chosen.append((name, parameter))
-        last[kind] = chosen, held + size
-    return lists

@@ -110,17 +110,20 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     _optimizer: torch.optim.Optimizer | None = None
 
+    def unwatched(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and loss, by what techniques have made of them up to now."""
+        return self.loss(self.output(inputs), targets)
+
     def loss_sum(self, batch: Batch) -> Tensor:
         """The sum of the loss over a micro-batch's targets, a float32 scalar; this rank's, and no backward follows."""
         with self.compute():
-            return self.loss(self.output(batch.inputs), batch.targets)
+            return self.unwatched(batch.inputs, batch.targets)
 
     def watched_loss_sum(self, batch: Batch) -> Tensor:
         """The same, for a backward."""
-        if self.replicas is None:
-            return self.loss_sum(batch)
+        loss = self.unwatched if self.replicas is None else self.replicas.loss
         with self.compute():
-            return self.replicas.loss(batch.inputs, batch.targets)
+            return loss(batch.inputs, batch.targets)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         """Entered around forward and backward of each micro-batch of a window."""

@@ -58,8 +58,10 @@ class Stage(IntEnum):
     """Layers are exchanged for others that compute the same: what wraps whole blocks has to find them in place."""
     BLOCKS = 20
     """What wraps the forward of blocks; it may measure them, under the numerics and layers set before."""
+    SHARD = 22
+    """Parameters are final and every gradient's path is set; what divides replicas makes them, and so comes first."""
     REPLICATE = 23
-    """Parameters are final and every gradient's path is set, so that what watches a backward sees all of it."""
+    """Plain replicas, where nothing has made any: what watches a backward sees all of it."""
     COMPILE = 25
     """Around everything that a block does, recomputation included, so that it is one graph."""
     OPTIMIZER = 30

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from thrice.errors import ConfigError, Problem
-from thrice.spec.mesh import Mesh, mesh_of
+from thrice.spec.mesh import AXES, Mesh, mesh_of
 from thrice.spec.workload import Ledger, Ramp, divide
 
 
@@ -339,7 +339,7 @@ class Job:
                 why="this version trains its own decoder only",
                 fix='model = "decoder"',
             )
-        degrees = {axis: getattr(self, axis) for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel")}
+        degrees = self._degrees()
         yield from at_least(1, **degrees)
         for axis, degree in degrees.items():
             if degree > 1:
@@ -441,6 +441,10 @@ class Job:
             data_parallel=self.mesh().data_parallel,
         )
 
+    def _degrees(self) -> dict[str, int]:
+        """Axis -> its degree, but for data_parallel's, which is a technique's."""
+        return {axis: getattr(self, axis) for axis in AXES if axis != "data_parallel"}
+
     def _mesh(self) -> Mesh | Problem:
         asked: int | Literal["auto"] = next(
             (part.degree for part in self.techniques if getattr(part, "name", "") == "data_parallel"), "auto"
@@ -448,9 +452,7 @@ class Job:
         return mesh_of(
             self.processes,
             data_parallel=asked,
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            context_parallel=self.context_parallel,
+            **self._degrees(),
         )
 
     def mesh(self) -> Mesh:

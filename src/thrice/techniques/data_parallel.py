@@ -8,7 +8,7 @@ is divided by the targets of the whole window on all ranks, so that ranks with m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self, final
@@ -20,13 +20,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from thrice.errors import Problem, ThriceError
-from thrice.runtime.dist import World
 from thrice.runtime.fakes import faked
+from thrice.runtime.replicas import BUCKET_BYTES, MIB, filled, share_weights
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Arithmetic, Claim, Slot, Stage
 from thrice.spec.job import Job, at_least, positive
-
-MIB = 1 << 20
 
 
 @final
@@ -38,7 +36,7 @@ class DataParallel:
 
     degree: int | Literal["auto"] = "auto"
     """Replicas; "auto" is what the other degrees leave of `processes`."""
-    bucket_bytes: int = 25 * MIB
+    bucket_bytes: int = BUCKET_BYTES
     """Of gradients that travel together: more is less latency, less is more overlap with backward."""
     compression: Literal["none", "bf16"] = "none"
     """What gradients are cast to on their way."""
@@ -58,6 +56,8 @@ class DataParallel:
 
     def apply(self, session: Session) -> str:
         world = session.world
+        if session.replicas is not None:
+            return "gradients are added up where they are divided"
         if world.size == 1:
             replicas = session.ledger.data_parallel
             return (
@@ -65,7 +65,7 @@ class DataParallel:
                 if replicas == 1
                 else f"one of {replicas} replicas, without its buckets"
             )
-        _share_weights(session.model, world)
+        share_weights(session.model, world)
         unused = _unused(session)
         sent = torch.bfloat16 if self.compression == "bf16" else None
         said = f"{world.size} replicas"
@@ -98,9 +98,7 @@ class Forward(nn.Module):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self.model = session.model
-        self._loss: Callable[[Tensor, Tensor], Tensor] = lambda inputs, targets: session.loss(
-            session.output(inputs), targets
-        )
+        self._loss = session.unwatched
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self._loss(inputs, targets)
@@ -155,9 +153,7 @@ class AfterBackward:
 
     def __init__(self, session: Session, bucket_bytes: int, sent: torch.dtype | None) -> None:
         self._session, self._bucket_bytes, self._sent = session, bucket_bytes, sent
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._session.loss(self._session.output(inputs), targets)
+        self.loss = session.unwatched
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return self._exchanging() if last else nullcontext()
@@ -165,37 +161,19 @@ class AfterBackward:
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
         yield
-        gradients = [parameter.grad for parameter in self._session.model.parameters() if parameter.grad is not None]
-        for bucket in buckets(gradients, self._bucket_bytes):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
+        used = [(n, p) for n, p in self._session.model.named_parameters() if p.grad is not None]
+        for bucket in filled(used, self._bucket_bytes):
+            gradients = [parameter.grad for _, parameter in bucket if parameter.grad is not None]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
             flat = self._session.world.sum_(flat if self._sent is None else flat.to(self._sent))
             start = 0
-            for gradient in bucket:
+            for gradient in gradients:
                 gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
                 start += gradient.numel()
 
 
-def buckets(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of one dtype and of at most so many bytes, or of one tensor that has more."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and (tensor.dtype is not bucket[0].dtype or sum(t.nbytes for t in [*bucket, tensor]) > most_bytes):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
-
-
 def _is_wider(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.grad_dtype not in (None, parameter.dtype)
-
-
-def _share_weights(model: nn.Module, world: World) -> None:
-    """Rank 0's weights and buffers to all: built from one seed they are the same, and a caller's model may not be."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor, 0)
 
 
 def _unused(session: Session) -> list[str] | None:

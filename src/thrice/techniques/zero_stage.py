@@ -18,24 +18,22 @@ from typing import ClassVar, Literal, Self, final
 
 from thrice.errors import ConfigError, Problem
 from thrice.runtime.flat_shards import FlatShards
-from thrice.runtime.replicas import share_weights
+from thrice.runtime.replicas import BUCKET_BYTES, share_weights
 from thrice.runtime.session import Session
 from thrice.runtime.technique import Claim, Slot, Stage
 from thrice.spec.job import Job, positive
-
-MIB = 1 << 20
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ZeroStage:
     name: ClassVar[str] = "zero_stage"
-    stage: ClassVar[Stage] = Stage.REPLICATE
+    stage: ClassVar[Stage] = Stage.SHARD
     slot: ClassVar[Slot] = Slot.SHARD
 
     level: Literal[0, 1, 2, 3] = 0
     """0: plain replicas. 1: the optimizer's states are divided. 2: and gradients, which are sent every micro-batch."""
-    bucket_bytes: int = 25 * MIB
+    bucket_bytes: int = BUCKET_BYTES
     """Of gradients that travel together: more is less latency, less is more overlap with backward."""
 
     @classmethod
