@@ -192,7 +192,8 @@ class Run:
             kept = f"step {self.saved[0]} is saved: --resume goes on from it" if self.saved else "nothing was saved yet"
             raise Interrupted(f"stopped at once, {self.session.progress.step} steps were taken; {kept}") from None
         except BrokenPipeError:  # whoever read our lines has gone: between two steps, as when interrupted
-            self.save()
+            if self.session.world.size == 1:  # the other ranks, who read nothing, are in their next step
+                self.save()
             raise
 
     def loop(self, received: list[int], trace: bool) -> None:
